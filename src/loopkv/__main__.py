@@ -1,0 +1,5 @@
+"""``python -m loopkv``."""
+
+from loopkv.cli.app import main
+
+main()

@@ -1,0 +1,101 @@
+"""Reading hostile JSON and writing files that are either whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from loopkv.errors import LoopKVError, PlanVersionError
+
+MAX_ARTIFACT_BYTES = 64 << 20
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` so that a crash leaves the old file or the new one, never a part."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise LoopKVError(f"cannot write {path}", got=error.strerror, hint="choose a writable folder") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # noqa: PTH101 - mkstemp made it private
+        os.replace(temporary, path)  # noqa: PTH105
+    except OSError as error:
+        raise LoopKVError(f"cannot write {path}", got=error.strerror, hint="choose a writable file") from None
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)  # noqa: PTH108
+
+
+def read_json(path: Path, error: type[LoopKVError], what: str) -> dict[str, Any]:
+    """The JSON object in ``path``; anything else raises ``error`` with one clear sentence."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise error(f"{what} {path}", got="a directory", wanted="a JSON file")
+        if path.stat().st_size > MAX_ARTIFACT_BYTES:
+            raise error(f"{what} {path}", got=f"{path.stat().st_size} bytes", wanted=f"<= {MAX_ARTIFACT_BYTES}")
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise error(f"{what} {path}", got="bytes that are not UTF-8", wanted="a JSON file") from None
+    except OSError as problem:
+        raise error(f"{what} {path}", got=problem.strerror, wanted="a readable JSON file") from None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{what} {path}", got=f"broken JSON ({str(problem)[:80]})", wanted="a JSON object") from None
+    if not isinstance(data, dict):
+        raise error(f"{what} {path}", got=f"a JSON {type(data).__name__}", wanted="a JSON object")
+    return data
+
+
+def parse_artifact(model: type[_Model], data: dict[str, Any], error: type[LoopKVError], what: str) -> _Model:
+    """Validate ``data`` as ``model``; schema versions first, then the first broken field, as one sentence."""
+    version = data.get("schema_version")
+    wanted = model.model_fields["schema_version"].default
+    if type(version) is not int:
+        raise error(what, got=f"schema_version {version!r}"[:80], wanted=f"schema_version {wanted}")
+    if version != wanted:
+        newer = version > wanted
+        raise PlanVersionError(
+            what,
+            got=f"schema_version {version}",
+            wanted=f"schema_version {wanted}",
+            hint="upgrade loopkv" if newer else "make the file anew with this release",
+        )
+    try:
+        return model.model_validate_json(json.dumps(data))
+    except (ValidationError, ValueError) as problem:
+        if not isinstance(problem, ValidationError):
+            raise error(what, got=str(problem)[:200]) from None
+        first = problem.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "file"
+        raise error(
+            f"{what}: {where}", got=repr(first.get("input"))[:80], wanted=first["msg"].removeprefix("Value error, ")
+        ) from None
+
+
+def to_json(model: BaseModel) -> bytes:
+    """Canonical, readable JSON of an artifact (UTF-8, keys in field order, finite numbers only)."""
+    return (json.dumps(model.model_dump(mode="json"), indent=1, allow_nan=False) + "\n").encode()
+
+
+def digest(payload: Any) -> str:
+    """SHA-256 (hex) of the canonical JSON of ``payload``."""
+    text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

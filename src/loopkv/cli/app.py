@@ -1,0 +1,54 @@
+"""The ``loopkv`` command: collects the verbs and turns our errors into one sentence and a non-zero exit."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+import loopkv
+from loopkv.errors import LoopKVError
+
+VERBS: tuple[str, ...] = ()
+"""Modules of this package with a ``register(app)`` function, in the order of the help text."""
+
+app = typer.Typer(
+    name="loopkv",
+    help="Profile, plan and serve looped transformers with a compressed KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"loopkv {loopkv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Profile, plan and serve looped transformers with a compressed KV cache."""
+
+
+for _verb in VERBS:
+    importlib.import_module(f"loopkv.cli.{_verb}").register(app)
+
+
+def main() -> None:
+    """Entry point of the ``loopkv`` command."""
+    try:
+        app()
+    except LoopKVError as error:
+        typer.echo(f"loopkv: error: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("loopkv: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)

@@ -1,0 +1,170 @@
+"""A plan made physical: where every cell lies in the two kinds of cache block.
+
+A *history block* holds ``history_block_tokens / page_tokens`` pages of all cells; a *window block* holds the exact keys
+and values of ``window_block_tokens`` tokens of all cells. Both have the same byte size, so one pool serves both.
+
+    history block = [page][cell page]        page p of cell c at p * page_bytes + cells[c].history_offset
+    window block  = [cell][K, V][token][head][channel]    keys of cell c at cells[c].window_offset, values behind them
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from loopkv.artifacts import Plan
+from loopkv.codec.pages import CELL_ALIGNMENT_BYTES, page_struct
+from loopkv.errors import UnsupportedError
+from loopkv.geometry import Geometry
+from loopkv.options import Option, check_codable
+from loopkv.policy import Policy
+
+MAX_HIT_GRID_TOKENS = 160  # prefix-cache hits land on multiples of lcm(window block, history block)
+HISTORY_BLOCK_CHOICES = (32, 64, 128, 256)
+SIZING_REQUEST_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlace:
+    """Where one cell's KV lies.
+
+    Args:
+        option: how its history is stored.
+        holder: index of the cell whose pages are read (itself, or the source of a shared cell).
+        history_offset: byte offset of the holder's page inside a page of all cells.
+        window_offset: byte offset of the cell's exact keys in a window block; its values follow the keys.
+    """
+
+    option: Option
+    holder: int
+    history_offset: int
+    window_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Byte geometry of the cache under one plan. All sizes in bytes unless the name says tokens."""
+
+    geometry: Geometry
+    policy: Policy
+    exact_itemsize: int
+    tau: float | None
+    cells: tuple[CellPlace, ...]
+    page_bytes: int
+    history_block_tokens: int
+    window_block_tokens: int
+    block_bytes: int
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of a history block."""
+        return self.history_block_tokens // self.policy.page_tokens
+
+    @property
+    def window_token_bytes(self) -> int:
+        """Exact keys and values of one token over all cells."""
+        return _exact_token_bytes(self.geometry, self.exact_itemsize)
+
+    @property
+    def slack_bytes(self) -> tuple[int, int]:
+        """Unused bytes of a (history, window) block."""
+        return (
+            self.block_bytes - self.pages_per_block * self.page_bytes,
+            self.block_bytes - self.window_block_tokens * self.window_token_bytes,
+        )
+
+    def history_blocks(self, tokens: int) -> int:
+        """History blocks a request of ``tokens`` tokens holds (whole sink blocks are null)."""
+        return _history_blocks(self.policy, self.history_block_tokens, tokens)
+
+    def window_blocks(self, tokens: int) -> int:
+        """Window blocks a request of ``tokens`` tokens holds at rest: its sink and its window."""
+        return _window_blocks(self.policy, self.window_block_tokens, tokens)
+
+    def request_bytes(self, tokens: int) -> int:
+        """Pool bytes a request of ``tokens`` tokens holds in decode."""
+        return self.block_bytes * (self.history_blocks(tokens) + self.window_blocks(tokens))
+
+
+def _history_blocks(policy: Policy, block_tokens: int, tokens: int) -> int:
+    end = policy.history_end(tokens)
+    if end <= policy.sink_tokens:
+        return 0
+    return math.ceil(end / block_tokens) - policy.sink_tokens // block_tokens
+
+
+def _window_blocks(policy: Policy, block_tokens: int, tokens: int) -> int:
+    total = math.ceil(tokens / block_tokens)
+    sink = math.ceil(policy.sink_tokens / block_tokens)
+    freed = max(0, policy.history_end(tokens) // block_tokens - sink)
+    return total - freed
+
+
+def _exact_token_bytes(geometry: Geometry, exact_itemsize: int) -> int:
+    return len(geometry.cells) * 2 * geometry.kv_heads * geometry.head_dim * exact_itemsize
+
+
+def lay_out(
+    plan: Plan,
+    *,
+    exact_itemsize: int = 2,
+    history_block_tokens: int | None = None,
+    window_block_tokens: int | None = None,
+) -> Layout:
+    """Place every cell of ``plan`` and choose the block sizes with the least bytes for a request of 8K tokens.
+
+    Args:
+        plan: the plan.
+        exact_itemsize: bytes of the engine's cache dtype.
+        history_block_tokens, window_block_tokens: fix a block size instead of choosing it.
+
+    Raises:
+        UnsupportedError: a head size the codec cannot code, or block sizes that fit no page.
+    """
+    geometry, policy = plan.fingerprint.geometry, plan.policy
+    options = plan.cell_options
+    element_bytes = geometry.kv_heads * geometry.head_dim * exact_itemsize
+    offsets: list[int] = []
+    position = 0
+    for option in options:
+        offsets.append(position)
+        if option.coded:
+            check_codable(geometry.head_dim, policy)
+            position += page_struct(option, geometry.kv_heads, geometry.head_dim, policy).nbytes
+        elif not option.shares:
+            position += 2 * policy.page_tokens * element_bytes
+        position = -(-position // CELL_ALIGNMENT_BYTES) * CELL_ALIGNMENT_BYTES
+    sources = [geometry.source_of(index) for index in range(len(options))]
+    holders = [
+        source if option.shares and source is not None else index
+        for index, (option, source) in enumerate(zip(options, sources, strict=True))
+    ]
+    page_bytes = position
+    window_token = _exact_token_bytes(geometry, exact_itemsize)
+
+    history_choices = (history_block_tokens,) if history_block_tokens else HISTORY_BLOCK_CHOICES
+    window_choices = (window_block_tokens,) if window_block_tokens else range(1, MAX_HIT_GRID_TOKENS + 1)
+    fixed = history_block_tokens is not None and window_block_tokens is not None
+    best: tuple[int, int, int, int] | None = None
+    for bh in history_choices:
+        if bh % policy.page_tokens:
+            raise UnsupportedError(
+                "history block", got=f"{bh} tokens", wanted=f"a multiple of the page of {policy.page_tokens}"
+            )
+        for bw in window_choices:
+            if math.lcm(bw, bh) > MAX_HIT_GRID_TOKENS and not fixed:
+                continue
+            block = max(bh // policy.page_tokens * page_bytes, bw * window_token)
+            blocks = _history_blocks(policy, bh, SIZING_REQUEST_TOKENS)
+            blocks += _window_blocks(policy, bw, SIZING_REQUEST_TOKENS)
+            candidate = (block * blocks, bh, bw, block)
+            best = candidate if best is None or candidate < best else best
+    if best is None:
+        raise UnsupportedError("block sizes", got="no pair", wanted=f"lcm <= {MAX_HIT_GRID_TOKENS} tokens")
+    _, bh, bw, block = best
+    block = -(-block // CELL_ALIGNMENT_BYTES) * CELL_ALIGNMENT_BYTES
+    places = tuple(
+        CellPlace(option, holder, offsets[holder], i * bw * 2 * element_bytes)
+        for i, (option, holder) in enumerate(zip(options, holders, strict=True))
+    )
+    return Layout(geometry, policy, exact_itemsize, plan.tau, places, page_bytes, bh, bw, block)

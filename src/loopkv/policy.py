@@ -1,0 +1,45 @@
+"""Which tokens a query reads coded: the one function of position that profiler, engines and kernels share."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Policy(BaseModel):
+    """The constants of a plan, in tokens (and ``group`` in channels). Paper section 2.3 and appendix C."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    sink_tokens: int = Field(default=32, ge=0, le=4096)
+    window_tokens: int = Field(default=256, ge=1, le=65536)
+    page_tokens: int = Field(default=32, ge=1, le=256)
+    group: int = Field(default=32, ge=1, le=256)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sink_tokens % self.page_tokens:
+            raise ValueError(f"sink_tokens ({self.sink_tokens}) must be a multiple of page_tokens ({self.page_tokens})")
+        return self
+
+    def history_end(self, tokens: int) -> int:
+        """First token that a query seeing ``tokens`` tokens (itself included) reads exact again.
+
+        The query reads ``[0, sink)`` exact, ``[sink, history_end)`` coded and ``[history_end, tokens)`` exact.
+        ``max(S, P * floor((n - W) / P))``.
+        """
+        return max(self.sink_tokens, self.page_tokens * ((tokens - self.window_tokens) // self.page_tokens))
+
+    @property
+    def first_coded_position(self) -> int:
+        """Smallest 0-based position whose query has a non-empty history (319 with the default constants)."""
+        return self.window_tokens + self.sink_tokens + self.page_tokens - 1
+
+    @property
+    def max_exact_chunk_tokens(self) -> int:
+        """Largest prefill chunk in which no query needs a page of its own chunk, whatever the plan shares."""
+        return self.window_tokens
+
+
+DEFAULT_POLICY = Policy()

@@ -1,0 +1,35 @@
+"""The embedded reference model: a small trained looped checkpoint with its tokenizer, documents and task items."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent
+MODEL_NAME = "looped-tiny"
+
+
+def model_folder() -> Path:
+    """Hugging Face folder of the reference model."""
+    return _ROOT / MODEL_NAME
+
+
+def heldout_documents() -> list[str]:
+    """Documents the model was not trained on, each of at least 3,000 tokens."""
+    return [line["text"] for line in _lines("heldout.jsonl.xz")]
+
+
+def task_items() -> list[dict[str, Any]]:
+    """Task items: ``id, task, length, prompt, answer, score``; generation stops at the first newline.
+
+    ``score`` is ``exact`` (stripped text equal), ``final`` (number after "Answer:" equal) or ``set`` (share of the
+    comma-separated wanted items present).
+    """
+    return _lines("tasks.jsonl.xz")
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    with lzma.open(_ROOT / name, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
