@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from loopkv.artifacts.storage import read_json
 from loopkv.errors import ModelFormatError, UnsupportedError
@@ -34,6 +34,17 @@ class OuroConfig(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+        if self.attention_head_dim % 2:
+            raise ValueError(f"head size {self.attention_head_dim} must be even for rotary embedding")
+        return self
 
     @property
     def attention_head_dim(self) -> int:
@@ -77,4 +88,7 @@ def parse_ouro_config(data: dict[str, Any], where: str) -> OuroConfig:
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise ModelFormatError(f"{where}: {field}", got=repr(first["input"])[:80], wanted=first["msg"]) from None
+        wanted = first["msg"].removeprefix("Value error, ")
+        if not field:
+            raise ModelFormatError(f"{where}: {wanted}") from None
+        raise ModelFormatError(f"{where}: {field}", got=repr(first["input"])[:80], wanted=wanted) from None

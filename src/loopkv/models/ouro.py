@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 
-from loopkv.errors import ModelFormatError, UnsupportedError
+from loopkv.errors import UnsupportedError
 from loopkv.geometry import Geometry
 from loopkv.models.base import Attend, Rotary
 from loopkv.models.config import OuroConfig
@@ -45,20 +45,12 @@ class OuroModel:
     def __init__(self, config: OuroConfig, take: TakeTensor, name: str, dtype: torch.dtype, device: torch.device):
         if config.hidden_act != "silu":
             raise UnsupportedError("hidden_act", got=config.hidden_act, wanted="silu")
-        if config.num_attention_heads % config.num_key_value_heads:
-            raise ModelFormatError(
-                "config.json: num_attention_heads",
-                got=config.num_attention_heads,
-                wanted=f"a multiple of num_key_value_heads = {config.num_key_value_heads}",
-            )
         self.config, self.name, self.dtype, self.device = config, name, dtype, device
         self.vocab_size, self.max_positions = config.vocab_size, config.max_position_embeddings
         eos = config.eos_token_id
         self.eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
         self.geometry = ouro_geometry(config)
         hidden, dim = config.hidden_size, config.attention_head_dim
-        if dim % 2:
-            raise UnsupportedError("head size", got=dim, wanted="an even number for rotary embedding")
         self._q_size, self._kv_size = config.num_attention_heads * dim, config.num_key_value_heads * dim
         frequencies = torch.arange(0, dim, 2, dtype=torch.float64) / dim
         self._inverse_frequency = (config.rope_base**-frequencies).to(device)
