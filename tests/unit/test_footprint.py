@@ -75,5 +75,5 @@ def test_unknown_options_suggest_the_near_name():
 
 
 def test_a_head_size_off_the_group_is_refused():
-    with pytest.raises(UnsupportedError, match="head size.*80.*multiple"):
+    with pytest.raises(UnsupportedError, match=r"head size.*80.*multiple"):
         own_bytes(INT4, 4, 80, DEFAULT_POLICY)
