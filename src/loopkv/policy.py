@@ -6,6 +6,10 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+MIN_SPLIT_PAGES = 4
+MAX_SPLITS = 32
+"""A row's history is read in splits of a power of two of pages, at least the one, in at most as many as the other."""
+
 
 class Policy(BaseModel):
     """The constants of a plan, in tokens (and ``group`` in channels). Paper section 2.3 and appendix C."""
@@ -30,6 +34,18 @@ class Policy(BaseModel):
         ``max(S, P * floor((n - W) / P))``.
         """
         return max(self.sink_tokens, self.page_tokens * ((tokens - self.window_tokens) // self.page_tokens))
+
+    def split_pages(self, tokens: int) -> int:
+        """History pages in one split of a row that sees ``tokens`` tokens: a function of the row's length only.
+
+        Splits bound what V precision may compare a score with (semantics of paper section 3.3), so that the reference,
+        the kernels and every batch decide alike which tokens are cold. The last split may be shorter.
+        """
+        pages = (self.history_end(tokens) - self.sink_tokens) // self.page_tokens
+        split = MIN_SPLIT_PAGES
+        while split * MAX_SPLITS < pages:
+            split *= 2
+        return split
 
     @property
     def first_coded_position(self) -> int:
