@@ -10,7 +10,7 @@ import typer
 import loopkv
 from loopkv.errors import LoopKVError
 
-VERBS: tuple[str, ...] = ()
+VERBS: tuple[str, ...] = ("bench",)
 """Modules of this package with a ``register(app)`` function, in the order of the help text."""
 
 app = typer.Typer(
