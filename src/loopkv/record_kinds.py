@@ -1,0 +1,196 @@
+"""The names of Records: what each one measures, its unit and the settings that place it in tables and plots.
+
+One table owns the names; writers take them from here, ``loopkv report`` draws from them and ``docs/records.md`` is
+checked against them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loopkv.records import Record
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKind:
+    """One quantity.
+
+    Args:
+        name: ``Record.what``.
+        unit: ``Record.unit``.
+        settings: keys of ``Record.settings`` without which the record cannot be placed.
+        optional: keys that are shown where present.
+        meaning: one sentence: what ``value`` and ``samples`` are.
+    """
+
+    name: str
+    unit: str
+    settings: tuple[str, ...]
+    optional: tuple[str, ...]
+    meaning: str
+
+    def missing(self, record: Record) -> tuple[str, ...]:
+        """Required settings that ``record`` lacks."""
+        return tuple(key for key in self.settings if record.settings.get(key) is None)
+
+
+_DECODE = ("arm", "context_tokens", "batch")
+_DECODE_BYTES = ("stored_bytes", "read_bytes", "read_bytes_per_request", "weight_bytes", "resident", "session")
+_SLO = ("arm", "rate_per_s", "tau0_ms", "k", "ttft_s")
+_SLO_COUNTS = ("scored", "missed_ttft", "missed_tpot", "missed_both", "failed", "preemptions", "tau0_rule", "workload")
+_CAPACITY = ("lowest_rate", "highest_rate", "no_rung_failed", "tau0_rule", "workload")
+
+_KINDS = (
+    RecordKind(
+        "decode.step_ms",
+        "ms",
+        _DECODE,
+        _DECODE_BYTES,
+        "median time of a decode step of `batch` requests at `context_tokens`; samples are the single steps",
+    ),
+    RecordKind(
+        "decode.tok_s",
+        "tok/s",
+        _DECODE,
+        _DECODE_BYTES,
+        "`batch` divided by the median step",
+    ),
+    RecordKind(
+        "decode.launches",
+        "launches",
+        _DECODE,
+        ("session",),
+        "host launches of one decode step",
+    ),
+    RecordKind(
+        "decode.component_us",
+        "us",
+        (*_DECODE, "component"),
+        ("session",),
+        "GPU time of one component (history reader, sink + window, matrix products, ...) in one decode step",
+    ),
+    RecordKind(
+        "decode.refused",
+        "",
+        ("arm", "reason"),
+        ("context_tokens", "batch", "session"),
+        "a row that the engine could not run, with its reason; the value is null",
+    ),
+    RecordKind(
+        "kernel.us",
+        "us",
+        ("kernel", "batch", "context_tokens"),
+        ("option", "head_dim", "kv_heads", "group_queries", "hot_share", "bytes"),
+        "median time of one launch; samples are single launches",
+    ),
+    RecordKind(
+        "kernel.bandwidth_share",
+        "share",
+        ("kernel", "batch", "context_tokens"),
+        ("option", "head_dim", "kv_heads", "group_queries", "hot_share", "bytes", "copy_bytes_s"),
+        "bytes moved per second as a share of the copy bandwidth measured in the same run",
+    ),
+    RecordKind(
+        "slo.step_ms",
+        "ms",
+        ("arm", "context_tokens"),
+        ("workload",),
+        "calibration: mean time per output token of one request alone, whose mean context is `context_tokens`",
+    ),
+    RecordKind(
+        "slo.tau0_ms",
+        "ms",
+        ("arm", "tau0_rule", "context_tokens"),
+        ("workload",),
+        "the fitted step time of stock vLLM for one request at `context_tokens`: the unit of the TPOT bound",
+    ),
+    RecordKind(
+        "slo.cell",
+        "requests",
+        ("arm", "rate_per_s", "requests"),
+        ("preemptions", "workload", "duration_s"),
+        "one rung: `requests` holds arrival_s, ttft_s, tpot_ms, output_tokens and error of every request sent",
+    ),
+    RecordKind(
+        "slo.attainment",
+        "share",
+        _SLO,
+        _SLO_COUNTS,
+        "share of the scored requests that met both bounds; samples are 1 (met) or 0 per scored request",
+    ),
+    RecordKind(
+        "slo.capacity",
+        "req/s",
+        ("arm", "tau0_ms", "k", "ttft_s"),
+        _CAPACITY,
+        "highest rate tested with >= 95% attainment before the first failing rung; null where the lowest rung fails",
+    ),
+    RecordKind(
+        "slo.capacity_ratio",
+        "x",
+        ("arm", "baseline", "tau0_ms", "k", "ttft_s"),
+        ("ci95", "share_at_least", "draws", "tau0_rule", "workload"),
+        "capacity of `arm` over that of `baseline` on the same trace; interval and shares from request bootstrap",
+    ),
+    RecordKind(
+        "simulate.attainment",
+        "share",
+        _SLO,
+        (*_SLO_COUNTS, "gpu", "pool_bytes", "constants"),
+        "as slo.attainment, replayed through the step-time model",
+    ),
+    RecordKind(
+        "simulate.capacity",
+        "req/s",
+        ("arm", "tau0_ms", "k", "ttft_s"),
+        (*_CAPACITY, "gpu", "pool_bytes", "constants"),
+        "as slo.capacity, replayed through the step-time model",
+    ),
+    RecordKind(
+        "quality.kl_nats",
+        "nats",
+        ("arm",),
+        ("ci95", "top1", "predicted_nats", "stored_bytes", "read_bytes", "documents", "activations"),
+        "mean KL(exact || plan) per token; samples are documents; `activations` is fp32 unless it says served",
+    ),
+    RecordKind(
+        "quality.kl_share_nats",
+        "nats",
+        (),
+        ("documents",),
+        "KL_share, the unit of damage: the last-but-one loop reads the final loop's exact history",
+    ),
+    RecordKind(
+        "tasks.accuracy",
+        "share",
+        ("arm", "suite", "task"),
+        ("items", "ci95", "difference", "difference_ci95", "flips_down", "flips_up"),
+        "mean score of a task under one arm; difference is to bf16 on the same items, with a paired interval",
+    ),
+    RecordKind(
+        "additivity.plan",
+        "nats",
+        ("arm", "predicted_nats"),
+        ("documents", "shares"),
+        "measured KL of one plan beside the sum of its cells' damages; `documents` is profiled or unseen",
+    ),
+    RecordKind(
+        "additivity.correlation",
+        "r",
+        ("documents",),
+        ("plans",),
+        "log-log Pearson correlation of predicted and measured KL over plans",
+    ),
+)
+
+RECORD_KINDS: dict[str, RecordKind] = {kind.name: kind for kind in _KINDS}
+
+
+def markdown_table() -> str:
+    """The table of ``docs/records.md``."""
+    lines = ["| what | unit | settings | also shown | meaning |", "| --- | --- | --- | --- | --- |"]
+    for kind in _KINDS:
+        required = ", ".join(f"`{key}`" for key in kind.settings) or "-"
+        optional = ", ".join(f"`{key}`" for key in kind.optional) or "-"
+        lines.append(f"| `{kind.name}` | {kind.unit or '-'} | {required} | {optional} | {kind.meaning} |")
+    return "\n".join(lines)
