@@ -18,6 +18,7 @@ from loopkv.errors import UnsupportedError
 from loopkv.geometry import Geometry
 from loopkv.options import Option, check_codable
 from loopkv.policy import Policy
+from loopkv.residency import Residency
 
 MAX_HIT_GRID_TOKENS = 160  # prefix-cache hits land on multiples of lcm(window block, history block)
 HISTORY_BLOCK_CHOICES = (32, 64, 128, 256)
@@ -61,6 +62,11 @@ class Layout:
         return self.history_block_tokens // self.policy.page_tokens
 
     @property
+    def residency(self) -> Residency:
+        """Block arithmetic of this layout."""
+        return Residency(self.policy, self.history_block_tokens, self.window_block_tokens)
+
+    @property
     def window_token_bytes(self) -> int:
         """Exact keys and values of one token over all cells."""
         return _exact_token_bytes(self.geometry, self.exact_itemsize)
@@ -75,33 +81,25 @@ class Layout:
 
     def history_blocks(self, tokens: int) -> int:
         """History blocks a request of ``tokens`` tokens holds (whole sink blocks are null)."""
-        return _history_blocks(self.policy, self.history_block_tokens, tokens)
+        return self.residency.history_blocks(tokens)
 
     def window_blocks(self, tokens: int) -> int:
-        """Window blocks a request of ``tokens`` tokens holds at rest: its sink and its window."""
-        return _window_blocks(self.policy, self.window_block_tokens, tokens)
+        """Window blocks a request holds in the decode step that computes its ``tokens``-th token."""
+        return self.residency.window_blocks(tokens)
 
     def request_bytes(self, tokens: int) -> int:
         """Pool bytes a request of ``tokens`` tokens holds in decode."""
         return self.block_bytes * (self.history_blocks(tokens) + self.window_blocks(tokens))
 
 
-def _history_blocks(policy: Policy, block_tokens: int, tokens: int) -> int:
-    end = policy.history_end(tokens)
-    if end <= policy.sink_tokens:
-        return 0
-    return math.ceil(end / block_tokens) - policy.sink_tokens // block_tokens
-
-
-def _window_blocks(policy: Policy, block_tokens: int, tokens: int) -> int:
-    total = math.ceil(tokens / block_tokens)
-    sink = math.ceil(policy.sink_tokens / block_tokens)
-    freed = max(0, policy.history_end(tokens) // block_tokens - sink)
-    return total - freed
-
-
 def _exact_token_bytes(geometry: Geometry, exact_itemsize: int) -> int:
     return len(geometry.cells) * 2 * geometry.kv_heads * geometry.head_dim * exact_itemsize
+
+
+def _blocks_about(residency: Residency, tokens: int) -> int:
+    """Blocks of requests whose lengths spread over the last 256 tokens up to ``tokens``: no length is special."""
+    lengths = range(max(1, tokens - 252), tokens + 1, 4)
+    return sum(residency.history_blocks(n) + residency.window_blocks(n) for n in lengths)
 
 
 def lay_out(
@@ -155,14 +153,12 @@ def lay_out(
             if math.lcm(bw, bh) > MAX_HIT_GRID_TOKENS and not fixed:
                 continue
             block = max(bh // policy.page_tokens * page_bytes, bw * window_token)
-            blocks = _history_blocks(policy, bh, SIZING_REQUEST_TOKENS)
-            blocks += _window_blocks(policy, bw, SIZING_REQUEST_TOKENS)
-            candidate = (block * blocks, bh, bw, block)
+            block = -(-block // CELL_ALIGNMENT_BYTES) * CELL_ALIGNMENT_BYTES
+            candidate = (block * _blocks_about(Residency(policy, bh, bw), SIZING_REQUEST_TOKENS), bh, bw, block)
             best = candidate if best is None or candidate < best else best
     if best is None:
         raise UnsupportedError("block sizes", got="no pair", wanted=f"lcm <= {MAX_HIT_GRID_TOKENS} tokens")
     _, bh, bw, block = best
-    block = -(-block // CELL_ALIGNMENT_BYTES) * CELL_ALIGNMENT_BYTES
     places = tuple(
         CellPlace(option, holder, offsets[holder], i * bw * 2 * element_bytes)
         for i, (option, holder) in enumerate(zip(options, holders, strict=True))

@@ -1,0 +1,138 @@
+"""Which blocks a request holds: the one arithmetic that layout, cache managers, kernels' hosts and tests share.
+
+A request has two block tables. Entry ``i`` of the *history* table covers tokens ``[i * bh, (i + 1) * bh)`` and holds
+their coded pages; entry ``i`` of the *window* table covers tokens ``[i * bw, (i + 1) * bw)`` and holds them exact.
+With ``E(n) = policy.history_end(n)``, a step that computes tokens ``[c, c + q)``
+
+* codes the pages of ``[E(c), E(c + q))`` into the history table,
+* writes ``[c, c + q)`` into the window table,
+* reads, for the query at position ``i``, ``[0, S)`` and ``[E(i + 1), i + 1)`` exact and ``[S, E(i + 1))`` coded.
+
+Tokens are counted, never positions: ``tokens`` means that positions ``[0, tokens)`` exist.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from loopkv.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Block arithmetic of one layout. All sizes in tokens or whole blocks.
+
+    Args:
+        policy: sink, window and page.
+        history_block_tokens: tokens of a history block (``bh``), a multiple of the page.
+        window_block_tokens: tokens of a window block (``bw``).
+    """
+
+    policy: Policy
+    history_block_tokens: int
+    window_block_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.history_block_tokens < 1 or self.history_block_tokens % self.policy.page_tokens:
+            raise ValueError(
+                f"a history block of {self.history_block_tokens} tokens is no multiple of the page of "
+                f"{self.policy.page_tokens}"
+            )
+        if self.window_block_tokens < 1:
+            raise ValueError(f"a window block needs at least one token, got {self.window_block_tokens}")
+
+    # -- history ------------------------------------------------------------------------------------------------------
+
+    @property
+    def null_history_entries(self) -> int:
+        """Leading history entries that hold sink tokens only: always the null block."""
+        return self.policy.sink_tokens // self.history_block_tokens
+
+    def history_entries(self, tokens: int) -> int:
+        """Length of the history table once ``tokens`` tokens exist; 0 while nothing is coded."""
+        end = self.policy.history_end(tokens)
+        return 0 if end <= self.policy.sink_tokens else math.ceil(end / self.history_block_tokens)
+
+    def history_blocks(self, tokens: int) -> int:
+        """Pool blocks behind the history table (its entries less the null ones)."""
+        return max(0, self.history_entries(tokens) - self.null_history_entries)
+
+    def full_history_entries(self, tokens: int) -> int:
+        """Leading history entries whose pages are all coded once ``tokens`` tokens are computed."""
+        end = self.policy.history_end(tokens)
+        return 0 if end <= self.policy.sink_tokens else end // self.history_block_tokens
+
+    def leaving_pages(self, computed: int, new: int) -> range:
+        """Pages (numbered from token 0) that a step with ``new`` tokens after ``computed`` ones codes."""
+        page = self.policy.page_tokens
+        return range(self.policy.history_end(computed) // page, self.policy.history_end(computed + new) // page)
+
+    # -- window -------------------------------------------------------------------------------------------------------
+
+    @property
+    def sink_window_entries(self) -> int:
+        """Leading window entries that hold sink tokens: kept for the life of the request."""
+        return math.ceil(self.policy.sink_tokens / self.window_block_tokens)
+
+    def window_entries(self, tokens: int) -> int:
+        """Length of the window table once ``tokens`` tokens exist."""
+        return math.ceil(tokens / self.window_block_tokens)
+
+    def first_live_window_entry(self, processed: int) -> int:
+        """Window entries in ``[sink_window_entries, this)`` are read by no query after ``processed`` tokens."""
+        return max(self.sink_window_entries, self.policy.history_end(processed) // self.window_block_tokens)
+
+    def window_blocks(self, tokens: int, unprocessed: int = 1) -> int:
+        """Pool blocks behind the window table during a step that ends at ``tokens`` tokens.
+
+        Blocks are freed on processed tokens, so the last ``unprocessed`` tokens (this step's, and those of steps still
+        in flight) have freed nothing yet: 1 in plain decode, 2 when steps overlap.
+        """
+        entries = self.window_entries(tokens)
+        first = self.first_live_window_entry(max(0, tokens - unprocessed))
+        return min(entries, self.sink_window_entries) + max(0, entries - first)
+
+    def max_window_blocks(self, in_flight_tokens: int, max_tokens: int) -> int:
+        """Most window blocks that one request of up to ``max_tokens`` tokens can hold at any moment.
+
+        ``in_flight_tokens`` bounds its tokens that are scheduled but not processed. Live tokens are the sink and
+        ``[E(p), p + in_flight)`` with ``p - E(p) <= W + P - 1``; a run of t tokens touches at most
+        ``ceil((t - 1) / bw) + 1`` blocks.
+        """
+        live = self.policy.window_tokens + self.policy.page_tokens - 1 + in_flight_tokens
+        run = math.ceil((live - 1) / self.window_block_tokens) + 1
+        return min(self.sink_window_entries + run, self.window_entries(max_tokens))
+
+    # -- prefix-cache hits --------------------------------------------------------------------------------------------
+
+    @property
+    def grid_tokens(self) -> int:
+        """Prefix-cache hits land on multiples of this."""
+        return math.lcm(self.history_block_tokens, self.window_block_tokens)
+
+    def can_resume_at(self, tokens: int) -> bool:
+        """Whether a request may start after a hit of ``tokens`` tokens without writing into a block it shares.
+
+        The next page must start a history block of its own, the next token a window block of its own.
+        """
+        end = self.policy.history_end(tokens)
+        fresh_history = end <= self.policy.sink_tokens or end % self.history_block_tokens == 0
+        return fresh_history and tokens % self.window_block_tokens == 0
+
+    def last_resume_point(self, limit: int, coded_entries: int | None = None, grid_tokens: int | None = None) -> int:
+        """Longest hit of at most ``limit`` tokens that a request can resume at; 0 if there is none.
+
+        Args:
+            limit: most tokens of the hit.
+            coded_entries: history entries at hand (null ones included); None leaves them free.
+            grid_tokens: a coarser grid, where other cache groups share the pool; default ``grid_tokens``.
+        """
+        if coded_entries is not None:
+            covered = max(self.policy.sink_tokens, coded_entries * self.history_block_tokens)
+            limit = min(limit, covered + self.policy.window_tokens + self.policy.page_tokens - 1)
+        grid = grid_tokens or self.grid_tokens
+        for tokens in range(limit // grid * grid, 0, -grid):
+            if self.can_resume_at(tokens) and (coded_entries is None or self.history_entries(tokens) <= coded_entries):
+                return tokens
+        return 0
