@@ -1,0 +1,144 @@
+"""The cache as the engine owns it and as the model uses it: two virtual layers, and one attention call per cell.
+
+vLLM asks every object of ``static_forward_context`` that has a cache spec for its backend and gives it a tensor. Two
+such objects stand for all cells: one for the coded history, one for the exact window. Both tensors are the same pool.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from loopkv.artifacts import Plan
+from loopkv.layout import Layout, lay_out
+from loopkv.vllm_plugin.backend import LoopKVBackend
+from loopkv.vllm_plugin.cache import history_spec, request_in_flight_tokens, window_spec
+from loopkv.vllm_plugin.compat import add_splitting_op
+from loopkv.vllm_plugin.metadata import GroupMetadata, Step, make_step
+from loopkv.vllm_plugin.metrics import Counters, counters_path
+from loopkv.vllm_plugin.operators import Operators, make_operators
+from loopkv.vllm_plugin.served import ServedPlan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+logger = init_logger("vllm.loopkv")
+
+HISTORY_LAYER = "loopkv.0.history"  # vLLM wants exactly one integer in a layer's name
+WINDOW_LAYER = "loopkv.1.window"
+
+
+class VirtualLayer(AttentionLayerBase):
+    """Owns one cache group of all cells; computes nothing itself."""
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.spec = spec
+        self.kv_cache: Tensor = torch.empty(0, dtype=torch.uint8)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """The backend that names the cache's shape."""
+        return LoopKVBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """The group's spec."""
+        return self.spec
+
+
+class CellCache:
+    """The cache of all cells of one worker: layout, operators and the two virtual layers.
+
+    Args:
+        served: the plan, as the config hook admitted it.
+        vllm_config: registers the virtual layers in its forward context.
+        device: where the pool will lie.
+    """
+
+    def __init__(self, served: ServedPlan, vllm_config: VllmConfig, device: torch.device) -> None:
+        parallel = vllm_config.parallel_config
+        self.served = served
+        self.dtype = vllm_config.model_config.dtype
+        self.layout = worker_layout(served.plan, parallel.tensor_parallel_size, self.dtype)
+        self.counters = Counters(counters_path(vllm_config.instance_id, parallel.rank))
+        self.operators: Operators = make_operators(self.layout, served, self.dtype, device, self.counters)
+        window = window_spec(
+            self.layout,
+            self.dtype,
+            in_flight_tokens=request_in_flight_tokens(vllm_config),
+            null_leaving=served.chunk_tokens > self.layout.policy.max_exact_chunk_tokens,
+        )
+        self.history, self.window = VirtualLayer(history_spec(self.layout, self.dtype)), VirtualLayer(window)
+        self._step: tuple[GroupMetadata, Step] | None = None
+        context = vllm_config.compilation_config.static_forward_context
+        for name, layer in ((HISTORY_LAYER, self.history), (WINDOW_LAYER, self.window)):
+            if name in context:
+                raise ValueError(f"duplicate layer name {name}")
+            context[name] = layer
+        self.history.owner = self  # type: ignore[attr-defined]
+
+    def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """One cell of the current step; the first cell also codes the pages that leave.
+
+        Args:
+            cell: index of the cell.
+            q, out: [T, Hq, D].
+            k, v: [T, H, D].
+        """
+        metadata = get_forward_context().attn_metadata
+        if not metadata:  # profiling and dummy runs: the cache may not even exist
+            out.zero_()
+            return
+        assert isinstance(metadata, dict)
+        history, window = metadata[HISTORY_LAYER], metadata[WINDOW_LAYER]
+        if cell == 0:
+            pool = self.history.kv_cache.view(torch.uint8)
+            self._step = (history, make_step(pool, history, window))
+            self.operators.code_leaving_pages(self._step[1])
+        assert self._step is not None and self._step[0] is history, "a step must begin with cell 0"
+        self.operators.attend(cell, q, k, v, out, self._step[1])
+
+
+def worker_layout(plan: Plan, tensor_parallel: int, dtype: torch.dtype) -> Layout:
+    """The layout of one worker's heads; every worker gets the same block sizes in tokens."""
+    geometry = plan.fingerprint.geometry
+    if tensor_parallel > 1:
+        geometry = geometry.model_copy(
+            update={
+                "query_heads": geometry.query_heads // tensor_parallel,
+                "kv_heads": geometry.kv_heads // tensor_parallel,
+            }
+        )
+        plan = plan.model_copy(update={"fingerprint": plan.fingerprint.model_copy(update={"geometry": geometry})})
+    return lay_out(plan, exact_itemsize=dtype.itemsize)
+
+
+def loopkv_attend(query: Tensor, key: Tensor, value: Tensor, output: Tensor, cell: int) -> None:
+    """Attention of one cell, opaque to the compiler: q and output [T, Hq, D], k and v [T, H, D]."""
+    layer = get_forward_context().no_compile_layers[HISTORY_LAYER]
+    layer.owner.attend(cell, query, key, value, output)
+
+
+def _loopkv_attend_fake(query: Tensor, key: Tensor, value: Tensor, output: Tensor, cell: int) -> None:
+    return
+
+
+def register_attend_op() -> None:
+    """Register ``vllm::loopkv_attend``, which also splits piecewise CUDA graphs; safe to call again."""
+    if not hasattr(torch.ops.vllm, "loopkv_attend"):
+        direct_register_custom_op(
+            op_name="loopkv_attend",
+            op_func=loopkv_attend,
+            mutates_args=["output"],
+            fake_impl=_loopkv_attend_fake,
+        )
+    add_splitting_op("vllm::loopkv_attend")
+
+
+register_attend_op()

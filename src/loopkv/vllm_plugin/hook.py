@@ -1,0 +1,200 @@
+"""What happens between the command line and the weights: the plan is checked, the engine's settings too.
+
+vLLM calls ``verify_and_update_config`` while it builds its config, in the user's own process: whatever is refused here
+costs no weight loading and is reported where the user typed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from loopkv.artifacts import Fingerprint
+from loopkv.errors import UnsupportedError
+from loopkv.vllm_plugin.compat import check_vllm_version
+from loopkv.vllm_plugin.served import ServedPlan, load_plan, put_served
+from loopkv.vllm_plugin.settings import ServeSettings, read_settings
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = init_logger("vllm.loopkv")
+
+
+class LoopKVConfigHook(VerifyAndUpdateConfig):
+    """Refuses a plan or an engine feature that would not give what the plan promises; caps chunks where it must."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Check everything that is known before weights load; does nothing without ``loopkv`` settings."""
+        settings = read_settings(vllm_config.additional_config)
+        if settings is None:
+            return
+        check_vllm_version()
+        check_backend_claim()
+        check_engine_features(vllm_config, settings)
+        fingerprint = model_fingerprint(vllm_config.model_config)
+        plan = load_plan(settings, fingerprint)
+        if plan.fingerprint.weights_sha256 is not None:
+            fingerprint = with_weights(fingerprint, vllm_config)
+        plan.check_serves(fingerprint, accept_weights=settings.accept_weights)
+        _check_tensor_parallel(vllm_config, fingerprint)
+        cap = limit_chunks(vllm_config, plan.policy.max_exact_chunk_tokens, plan.shares, settings)
+        put_served(vllm_config, ServedPlan(plan=plan, prefill=settings.prefill, seed=settings.seed, chunk_tokens=cap))
+
+
+def limit_chunks(vllm_config: VllmConfig, exact_tokens: int, shares: bool, settings: ServeSettings) -> int:
+    """Cap the new tokens of one request and step where the plan needs it; returns the cap that holds.
+
+    A shared cell reads pages that the final loop codes later in the same step, unless a chunk is no longer than the
+    window: then every page that leaves was computed in an earlier step.
+    """
+    scheduler = vllm_config.scheduler_config
+    if settings.prefill == "exact" and shares:
+        user = scheduler.long_prefill_token_threshold
+        if not 0 < user <= exact_tokens:
+            scheduler.long_prefill_token_threshold = exact_tokens
+            if user:
+                logger.info("LoopKV: long_prefill_token_threshold %d lowered to %d (prefill exact)", user, exact_tokens)
+    threshold = scheduler.long_prefill_token_threshold
+    most = scheduler.max_num_batched_tokens
+    return min(threshold, most) if threshold > 0 else most
+
+
+def check_backend_claim() -> None:
+    """Refuse to start beside another plugin that took the CUSTOM attention backend."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from loopkv.vllm_plugin.register import BACKEND_CLASS
+
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, BACKEND_CLASS)
+    claimed = AttentionBackendEnum.CUSTOM.get_path()
+    if claimed != BACKEND_CLASS:
+        raise UnsupportedError(
+            "vLLM's CUSTOM attention backend is taken by another plugin",
+            got=claimed,
+            wanted=BACKEND_CLASS,
+            hint="set VLLM_PLUGINS=loopkv to load this plugin alone",
+        )
+
+
+def check_engine_features(vllm_config: VllmConfig, settings: ServeSettings) -> None:
+    """Refuse what has not been shown to work with a coded cache, one sentence each.
+
+    Raises:
+        UnsupportedError: names the option, what it was and what to do.
+    """
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    context_parallel = max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size)
+    connector = vllm_config.kv_transfer_config
+    speculative = vllm_config.speculative_config
+    checks: tuple[tuple[bool, str, object, object, str], ...] = (
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism",
+            parallel.pipeline_parallel_size,
+            1,
+            "every loop runs all layers, so a looped model cannot be cut into stages",
+        ),
+        (context_parallel > 1, "context parallelism", context_parallel, 1, "drop the context-parallel options"),
+        (parallel.enable_dbo, "dual batch overlap", True, False, "drop --enable-dbo"),
+        (
+            connector is not None and connector.kv_connector is not None,
+            "KV connectors",
+            None if connector is None else connector.kv_connector,
+            "none",
+            "drop --kv-transfer-config: coded pages of another process are not checked against this plan",
+        ),
+        (
+            cache.kv_offloading_size is not None,
+            "KV offloading",
+            f"{cache.kv_offloading_size} GiB",
+            "none",
+            "drop --kv-offloading-size",
+        ),
+        (
+            cache.cache_dtype != "auto",
+            "--kv-cache-dtype",
+            cache.cache_dtype,
+            "auto",
+            "the plan decides how the cache is stored",
+        ),
+        (
+            bool(scheduler.disable_hybrid_kv_cache_manager),
+            "--disable-hybrid-kv-cache-manager",
+            True,
+            False,
+            "history and window are two cache groups of one pool",
+        ),
+        (
+            speculative is not None,
+            "speculative decoding",
+            None if speculative is None else speculative.method,
+            "none",
+            "drop --speculative-config: rejected tokens could already have pushed a page out of the window",
+        ),
+        (model.enable_sleep_mode, "sleep mode", True, False, "drop --enable-sleep-mode; stop the server instead"),
+        (
+            model.quantization is not None,
+            "quantised weights",
+            model.quantization,
+            "none",
+            "the plan's damage was measured on unquantised weights",
+        ),
+        (model.runner_type != "generate", "pooling", model.runner_type, "generate", "serve without a plan"),
+        (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", True, False, "drop the option"),
+    )
+    for refused, what, got, wanted, hint in checks:
+        if refused:
+            raise UnsupportedError(f"a LoopKV plan cannot be served with {what}", got=got, wanted=wanted, hint=hint)
+    if settings.seed == "timed" and vllm_config.device_config.device_type == "cpu":
+        raise UnsupportedError(
+            "seed mode on a CPU", got="timed", wanted="sink or none", hint="a CPU step has no race to wait for"
+        )
+
+
+def model_fingerprint(model_config: ModelConfig) -> Fingerprint:
+    """Geometry of the model that vLLM is about to load, from its parsed config (overrides included)."""
+    from loopkv.models.config import parse_ouro_config
+    from loopkv.models.ouro import ouro_geometry
+
+    config = parse_ouro_config(model_config.hf_config.to_dict(), f"config of {model_config.model}")
+    return Fingerprint(name=str(model_config.model)[:512], geometry=ouro_geometry(config))
+
+
+def with_weights(fingerprint: Fingerprint, vllm_config: VllmConfig) -> Fingerprint:
+    """The fingerprint with the checkpoint's weights hash, where the checkpoint lies on this machine already."""
+    from loopkv.models import fingerprint_model
+
+    if vllm_config.load_config.load_format == "dummy":
+        return fingerprint
+    folder = _local_folder(vllm_config.model_config)
+    if folder is None:
+        logger.warning("LoopKV: the weights are not on this machine yet, so they are not checked against the plan")
+        return fingerprint
+    return fingerprint.model_copy(update={"weights_sha256": fingerprint_model(folder).weights_sha256})
+
+
+def _local_folder(model_config: ModelConfig) -> Path | None:
+    folder = Path(model_config.model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+    except Exception:  # huggingface_hub raises many kinds; all mean: not here
+        return None
+
+
+def _check_tensor_parallel(vllm_config: VllmConfig, fingerprint: Fingerprint) -> None:
+    size, heads = vllm_config.parallel_config.tensor_parallel_size, fingerprint.geometry.kv_heads
+    if heads % size:
+        raise UnsupportedError(
+            "tensor parallel size", got=size, wanted=f"a divisor of the {heads} kv heads", hint="use fewer devices"
+        )

@@ -1,0 +1,108 @@
+"""What one step looks like to the operators: two block tables and, per row, how many tokens it has and gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMetadata(AttentionMetadata):
+    """One cache group's view of a step. Rows beyond the scheduled ones are padding (``seq_lens`` 0 or no tokens).
+
+    Args:
+        block_table: [B, N] int32, block ids by position; 0 is the null block.
+        seq_lens: [B] int32, tokens of each row after this step.
+        query_start: [B + 1] int32, first new token of each row.
+        query_start_cpu: the same on the host.
+        max_query_tokens, max_seq_tokens: upper bounds over the rows.
+        tokens: new tokens of the step, padding included.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+    query_start_cpu: Tensor
+    max_query_tokens: int
+    max_seq_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Everything an operator gets about a step: the pool and both groups' tables. Shapes as in ``GroupMetadata``.
+
+    Args:
+        pool: [blocks, block_bytes] uint8, history and window blocks alike.
+        history_table: entry i holds the pages of tokens ``[i * bh, (i + 1) * bh)``.
+        window_table: entry i holds the exact KV of tokens ``[i * bw, (i + 1) * bw)``.
+    """
+
+    pool: Tensor
+    history_table: Tensor
+    window_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+    query_start_cpu: Tensor
+    max_query_tokens: int
+    max_seq_tokens: int
+    tokens: int
+
+
+class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
+    """Passes the runner's tensors on: all planning that the policy needs is a function of ``seq_lens`` alone."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold: int | None = None
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> GroupMetadata:
+        """The group's metadata of a step (cascade attention is never asked for, so no common prefix)."""
+        assert common_prefix_len == 0, "cascade attention is not supported"
+        common = common_attn_metadata
+        return GroupMetadata(
+            block_table=common.block_table_tensor,
+            seq_lens=common.seq_lens,
+            query_start=common.query_start_loc,
+            query_start_cpu=common.query_start_loc_cpu,
+            max_query_tokens=common.max_query_len,
+            max_seq_tokens=common.max_seq_len,
+            tokens=common.num_actual_tokens,
+        )
+
+
+def make_step(pool: torch.Tensor, history: GroupMetadata, window: GroupMetadata) -> Step:
+    """Join both groups' metadata; they describe the same rows."""
+    return Step(
+        pool=pool,
+        history_table=history.block_table,
+        window_table=window.block_table,
+        seq_lens=history.seq_lens,
+        query_start=history.query_start,
+        query_start_cpu=history.query_start_cpu,
+        max_query_tokens=history.max_query_tokens,
+        max_seq_tokens=history.max_seq_tokens,
+        tokens=history.tokens,
+    )

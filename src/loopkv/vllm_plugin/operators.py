@@ -1,0 +1,59 @@
+"""What a device has to do for the cache, as narrow as it can be: code the leaving pages, then attend cell by cell.
+
+Both calls get everything from the step (block tables and row lengths): no per-request state is kept between steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from loopkv.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from loopkv.layout import Layout
+    from loopkv.vllm_plugin.metadata import Step
+    from loopkv.vllm_plugin.metrics import Counters
+    from loopkv.vllm_plugin.served import ServedPlan
+
+
+class Operators(Protocol):
+    """Operators of one worker over its own heads. Workspaces are allocated at construction (before profiling)."""
+
+    def code_leaving_pages(self, step: Step) -> None:
+        """Code, for all cells and rows, every page that this step's tokens push out of the window.
+
+        Runs before anything of the step is appended: it codes pages whose tokens all lie below the row's computed
+        tokens (with at most W new tokens of a row that is every page). A page of longer chunks is coded by ``attend``.
+        """
+        ...
+
+    def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:
+        """Append the cell's new keys and values to the window blocks, then attend under the policy.
+
+        Args:
+            cell: index of the cell.
+            q: [T, Hq, D] after RoPE.
+            k, v: [T, H, D] after RoPE.
+            out: [T, Hq, D], written in place; rows of padding are left alone.
+            step: the step, the same object for all cells.
+        """
+        ...
+
+
+def make_operators(
+    layout: Layout, served: ServedPlan, dtype: torch.dtype, device: torch.device, counters: Counters
+) -> Operators:
+    """The operators for a device.
+
+    Raises:
+        UnsupportedError: no implementation for the device.
+    """
+    if device.type == "cpu":
+        from loopkv.vllm_plugin.operators_cpu import CpuOperators
+
+        return CpuOperators(layout, dtype, seed=served.seed, counters=counters)
+    raise UnsupportedError("serving a LoopKV plan", got=f"device {device.type}", wanted="cpu")

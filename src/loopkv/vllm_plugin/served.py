@@ -1,0 +1,79 @@
+"""A plan as an engine runs it: checked once before the weights load, then carried to every process in the config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from loopkv.artifacts import Fingerprint, Plan
+from loopkv.policy import DEFAULT_POLICY
+from loopkv.vllm_plugin.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SERVED_KEY = "loopkv_served"
+
+
+class ServedPlan(BaseModel):
+    """What workers and scheduler need to know. It lies in ``additional_config``, so it also enters vLLM's config hash.
+
+    Args:
+        plan: the plan itself, so that no process reads the file a second time.
+        prefill, seed: see ``ServeSettings``.
+        chunk_tokens: most new tokens one request can get in a step.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan: Plan
+    prefill: Literal["exact", "fast"]
+    seed: Literal["sink", "timed", "none"]
+    chunk_tokens: int
+
+    @property
+    def describe_prefill(self) -> str:
+        """Prefill mode in a few words, for the start-up line."""
+        if self.prefill == "exact":
+            return f"exact, at most {self.chunk_tokens} tokens of a request a step"
+        if self.plan.shares:
+            return "fast: shared cells read their own exact KV inside a chunk, so output depends on chunking"
+        return "fast"
+
+
+def load_plan(settings: ServeSettings, fingerprint: Fingerprint) -> Plan:
+    """The plan a setting names: a file, or a hand-made plan for this model.
+
+    Raises:
+        PlanFormatError, PlanVersionError: a broken or foreign file.
+        UnsupportedError: an unknown name.
+    """
+    path = Path(settings.plan)
+    if path.suffix == ".json" or "/" in settings.plan or path.exists():
+        return Plan.load(path)
+    from loopkv.planner.named import named_plan
+
+    return named_plan(settings.plan, fingerprint, DEFAULT_POLICY)
+
+
+def put_served(vllm_config: VllmConfig, served: ServedPlan) -> None:
+    """Attach ``served`` to the config that travels to engine core and workers."""
+    config: dict[str, Any] = dict(vllm_config.additional_config)  # type: ignore[call-overload]
+    config[SERVED_KEY] = served.model_dump(mode="json")
+    vllm_config.additional_config = config
+
+
+def get_served(vllm_config: VllmConfig) -> ServedPlan | None:
+    """What ``put_served`` attached, or None for an engine without a plan."""
+    config = vllm_config.additional_config
+    if not isinstance(config, dict) or SERVED_KEY not in config:
+        return None
+    return ServedPlan.model_validate_json(_to_json(config[SERVED_KEY]))
+
+
+def _to_json(data: object) -> str:
+    import json
+
+    return json.dumps(data)

@@ -1,0 +1,69 @@
+"""What a user says under ``additional_config["loopkv"]``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from loopkv.errors import LoopKVError
+
+SETTINGS_KEY = "loopkv"
+
+
+class SettingsError(LoopKVError):
+    """Serving settings that cannot be understood."""
+
+
+class ServeSettings(BaseModel):
+    """How a plan is served. How it is run is no part of the plan itself.
+
+    Args:
+        plan: path of a plan file, or the name of a hand-made plan (``kivi4``, ``kivi2``, ``kivi4-share3``, ``bf16``).
+        prefill: ``exact`` reads the same whatever the chunking (plans with shared cells: at most 256 tokens of one
+            request a step); ``fast`` takes any chunk, and a shared cell reads its own exact KV for pages of the chunk.
+        seed: where a decode row's V-precision maximum starts: ``sink`` waits for the exact sink scores, ``timed``
+            waits at most 4 microseconds (CUDA only), ``none`` starts from nothing.
+        accept_weights: serve a plan that was profiled on a sibling checkpoint.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    plan: str = Field(min_length=1, max_length=4096)
+    prefill: Literal["exact", "fast"] = "exact"
+    seed: Literal["sink", "timed", "none"] = "sink"
+    accept_weights: bool = False
+
+
+def read_settings(additional_config: object) -> ServeSettings | None:
+    """The LoopKV settings in vLLM's ``additional_config``, or None where there are none.
+
+    Raises:
+        SettingsError: anything but a well-formed settings object; a near name is suggested.
+    """
+    if not isinstance(additional_config, Mapping) or SETTINGS_KEY not in additional_config:
+        return None
+    data: Any = additional_config[SETTINGS_KEY]
+    where = f"additional_config[{SETTINGS_KEY!r}]"
+    example = '{"loopkv": {"plan": "plan.json"}}'
+    if not isinstance(data, Mapping):
+        raise SettingsError(where, got=repr(data)[:80], wanted="an object", hint=f"write {example}")
+    for key in data:
+        if key not in ServeSettings.model_fields:
+            near = difflib.get_close_matches(str(key), ServeSettings.model_fields, n=1, cutoff=0.5)
+            raise SettingsError(
+                f"{where}: unknown setting",
+                got=repr(key)[:80],
+                wanted=", ".join(ServeSettings.model_fields),
+                hint=f"did you mean {near[0]!r}?" if near else f"write {example}",
+            )
+    if "plan" not in data:
+        raise SettingsError(f"{where}: plan", got="nothing", wanted="a plan file or name", hint=f"write {example}")
+    try:
+        return ServeSettings.model_validate(dict(data))
+    except ValidationError as problem:
+        first = problem.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(f"{where}: {field}", got=repr(first["input"])[:80], wanted=first["msg"]) from None
