@@ -193,6 +193,7 @@ def _policy_mask(policy: Policy, first: int, tokens: int) -> Tensor:
     return torch.cat([sink <= position, history < ends, (recent >= ends) & (recent <= position)], dim=1)
 
 
+@functools.lru_cache(maxsize=64)
 def _causal_mask(first: int, tokens: int, device: torch.device) -> Tensor:
     position = torch.arange(first, first + tokens, device=device)[:, None]
     return torch.arange(first + tokens, device=device) <= position
