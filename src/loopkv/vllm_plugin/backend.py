@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImplBase, MultipleOf
@@ -23,7 +23,7 @@ class LoopKVBackend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type[AttentionImplBase]:
+    def get_impl_cls() -> type[AttentionImplBase[Any]]:
         """Not used: the virtual layers compute nothing."""
         raise NotImplementedError("LoopKV's virtual layers own a cache; attention runs through loopkv_attend")
 

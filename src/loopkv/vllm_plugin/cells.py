@@ -64,7 +64,9 @@ class CellCache:
     def __init__(self, served: ServedPlan, vllm_config: VllmConfig, device: torch.device) -> None:
         parallel = vllm_config.parallel_config
         self.served = served
-        self.dtype = vllm_config.model_config.dtype
+        dtype = vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)  # resolved by vLLM before any model is built
+        self.dtype = dtype
         self.layout = worker_layout(served.plan, parallel.tensor_parallel_size, self.dtype)
         self.counters = Counters(counters_path(vllm_config.instance_id, parallel.rank))
         self.operators: Operators = make_operators(self.layout, served, self.dtype, device, self.counters)
@@ -75,7 +77,8 @@ class CellCache:
             null_leaving=served.chunk_tokens > self.layout.policy.max_exact_chunk_tokens,
         )
         self.history, self.window = VirtualLayer(history_spec(self.layout, self.dtype)), VirtualLayer(window)
-        self._step: tuple[GroupMetadata, Step] | None = None
+        self._step: Step | None = None
+        self._step_metadata: GroupMetadata | None = None
         context = vllm_config.compilation_config.static_forward_context
         for name, layer in ((HISTORY_LAYER, self.history), (WINDOW_LAYER, self.window)):
             if name in context:
@@ -97,12 +100,13 @@ class CellCache:
             return
         assert isinstance(metadata, dict)
         history, window = metadata[HISTORY_LAYER], metadata[WINDOW_LAYER]
+        assert isinstance(history, GroupMetadata) and isinstance(window, GroupMetadata)
         if cell == 0:
-            pool = self.history.kv_cache.view(torch.uint8)
-            self._step = (history, make_step(pool, history, window))
-            self.operators.code_leaving_pages(self._step[1])
-        assert self._step is not None and self._step[0] is history, "a step must begin with cell 0"
-        self.operators.attend(cell, q, k, v, out, self._step[1])
+            self._step_metadata = history
+            self._step = make_step(self.history.kv_cache.view(torch.uint8), history, window)
+            self.operators.code_leaving_pages(self._step)
+        assert self._step is not None and self._step_metadata is history, "a step begins with cell 0"
+        self.operators.attend(cell, q, k, v, out, self._step)
 
 
 def worker_layout(plan: Plan, tensor_parallel: int, dtype: torch.dtype) -> Layout:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 MODEL_TYPE = "ouro"
 
 
-class OuroConfig(PretrainedConfig):
+class OuroConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     """Fields of an Ouro ``config.json``; no code of the checkpoint runs (no ``trust_remote_code``)."""
 
     model_type = MODEL_TYPE

@@ -54,7 +54,9 @@ class Counters:
         try:
             handle = os.open(path, flags, 0o600)
         except OSError as problem:
-            raise LoopKVError(f"counter file {path}", got=problem.strerror, wanted="a writable temporary folder") from None
+            raise LoopKVError(
+                f"counter file {path}", got=problem.strerror, wanted="a writable temporary folder"
+            ) from None
         try:
             os.ftruncate(handle, _BYTES)
             self._map = mmap.mmap(handle, _BYTES)

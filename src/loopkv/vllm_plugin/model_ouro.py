@@ -107,9 +107,7 @@ class OuroDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None, loop: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None, loop: int) -> tuple[Tensor, Tensor]:
         """[T, E] and the residual stream that it still has to be added to (fused into the next norm)."""
         if residual is None:
             residual, hidden = hidden, self.input_layernorm(hidden)
@@ -120,7 +118,9 @@ class OuroDecoderLayer(nn.Module):
         return self.post_attention_layernorm_2(self.mlp(hidden)), residual
 
 
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "intermediate_tensors": 0, "inputs_embeds": 0})
+@support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "positions": -1, "intermediate_tensors": 0, "inputs_embeds": 0}
+)
 class OuroModel(nn.Module):
     """Embedding, the looped block and the norm that closes every loop."""
 
@@ -149,7 +149,10 @@ class OuroModel(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states [T, E]."""
-        hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed_input_ids(input_ids)
+        hidden = inputs_embeds
         for loop in range(self.loops):
             residual = None
             for layer in self.layers:
@@ -178,7 +181,7 @@ class OuroForCausalLM(nn.Module, SupportsLoRA):
     def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> Any:
         """An instance of this class where a plan is served, of vLLM's own Ouro otherwise."""
         if get_served(vllm_config) is not None:
-            return super().__new__(cls)
+            return object.__new__(cls)
         from vllm.model_executor.models.ouro import OuroForCausalLM as StockOuro
 
         return StockOuro(vllm_config=vllm_config, prefix=prefix)

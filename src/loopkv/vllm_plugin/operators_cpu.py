@@ -237,9 +237,7 @@ class CpuOperators:
 
     # attention
 
-    def _attend_row(
-        self, cell: int, row: Row, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, window: Tensor
-    ) -> Tensor:
+    def _attend_row(self, cell: int, row: Row, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, window: Tensor) -> Tensor:
         place = self.layout.cells[cell]
         sink = KV(*(window[row.sink.block, cell, part, row.sink.inside][None] for part in (0, 1)))
         recent = KV(
@@ -266,7 +264,9 @@ class CpuOperators:
             self.counters.add("decode_values", pages * self.policy.page_tokens * self.heads)
             return o[0]
         mask = row.shared_mask if place.option.shares else row.mask
-        joined = KV(*(torch.cat([h, s.float(), r.float()], dim=1) for h, s, r in zip(history, sink, recent, strict=True)))
+        joined = KV(
+            *(torch.cat([h, s.float(), r.float()], dim=1) for h, s, r in zip(history, sink, recent, strict=True))
+        )
         return masked_attention(q[None], joined, mask)[0]
 
 

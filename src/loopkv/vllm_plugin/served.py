@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,8 +61,8 @@ def load_plan(settings: ServeSettings, fingerprint: Fingerprint) -> Plan:
 
 def put_served(vllm_config: VllmConfig, served: ServedPlan) -> None:
     """Attach ``served`` to the config that travels to engine core and workers."""
-    config: dict[str, Any] = dict(vllm_config.additional_config)  # type: ignore[call-overload]
-    config[SERVED_KEY] = served.model_dump(mode="json")
+    config: dict[str, Any] = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+    config = {**config, SERVED_KEY: served.model_dump(mode="json")}
     vllm_config.additional_config = config
 
 
@@ -70,10 +71,4 @@ def get_served(vllm_config: VllmConfig) -> ServedPlan | None:
     config = vllm_config.additional_config
     if not isinstance(config, dict) or SERVED_KEY not in config:
         return None
-    return ServedPlan.model_validate_json(_to_json(config[SERVED_KEY]))
-
-
-def _to_json(data: object) -> str:
-    import json
-
-    return json.dumps(data)
+    return ServedPlan.model_validate_json(json.dumps(config[SERVED_KEY]))
