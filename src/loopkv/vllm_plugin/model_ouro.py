@@ -181,10 +181,11 @@ class OuroForCausalLM(nn.Module, SupportsLoRA):
     def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> Any:
         """An instance of this class where a plan is served, of vLLM's own Ouro otherwise."""
         if get_served(vllm_config) is not None:
-            return object.__new__(cls)
-        from vllm.model_executor.models.ouro import OuroForCausalLM as StockOuro
+            return super().__new__(cls)
+        from vllm.model_executor.models import ouro
 
-        return StockOuro(vllm_config=vllm_config, prefix=prefix)
+        stock: Any = ouro.OuroForCausalLM
+        return stock(vllm_config=vllm_config, prefix=prefix)
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from loopkv.artifacts import Fingerprint, Plan
-from loopkv.policy import DEFAULT_POLICY
 from loopkv.vllm_plugin.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def load_plan(settings: ServeSettings, fingerprint: Fingerprint) -> Plan:
         return Plan.load(path)
     from loopkv.planner.named import named_plan
 
-    return named_plan(settings.plan, fingerprint, DEFAULT_POLICY)
+    return named_plan(settings.plan, fingerprint)
 
 
 def put_served(vllm_config: VllmConfig, served: ServedPlan) -> None:
