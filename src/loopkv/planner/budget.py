@@ -1,0 +1,109 @@
+"""Budgets: how people write them, and which limits each goal needs."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from fractions import Fraction
+
+from loopkv.artifacts import Budget
+from loopkv.errors import UnsupportedError
+
+GOALS = {
+    "read": "fewest bytes read within a damage budget (LoopKV-R; a storage budget may be added)",
+    "memory": "fewest bytes read within a damage and a storage budget (LoopKV-M)",
+    "damage": "least damage within a storage or read budget, or both",
+}
+_NUMBER = r"(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4})?)"
+_DAMAGE = re.compile(_NUMBER + r"\s*(?P<unit>[A-Za-z_]*)", re.ASCII)
+_BYTES = re.compile(_NUMBER + r"\s*(?P<unit>[A-Za-z]*)", re.ASCII)
+_BYTE_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+_MAX_BYTES = 1 << 53
+
+
+def parse_damage(text: str, kl_share_nats: float | None = None) -> float:
+    """Nats of a damage budget written as ``5e-4``, ``5e-4nats`` or ``2.0share`` (multiples of KL_share).
+
+    Args:
+        text: what the user wrote.
+        kl_share_nats: the profile's KL_share, needed for the unit ``share`` alone.
+
+    Raises:
+        UnsupportedError: anything else, or ``share`` where KL_share is unknown.
+    """
+    match = _DAMAGE.fullmatch(text.strip()) if len(text) <= 64 else None
+    unit = match["unit"] if match else ""
+    if match is None or unit not in ("", "nats", "share"):
+        raise UnsupportedError(
+            "damage budget", got=repr(text)[:80], wanted="a number >= 0 in nats or share", hint="5e-4nats or 2.0share"
+        )
+    value = float(match["number"])
+    if unit == "share":
+        if kl_share_nats is None:
+            raise UnsupportedError(
+                "damage budget",
+                got=repr(text),
+                wanted="nats",
+                hint="KL_share is not known here (a profile of a model with two or more loops holds it)",
+            )
+        value *= kl_share_nats
+    if not math.isfinite(value):
+        raise UnsupportedError("damage budget", got=repr(text), wanted="a finite number")
+    return value
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes per history token written as ``6912``, ``6912B``, ``156KiB`` or ``6.75KiB`` (a whole number of bytes).
+
+    Raises:
+        UnsupportedError: anything else.
+    """
+    match = _BYTES.fullmatch(text.strip()) if len(text) <= 64 else None
+    if match is None or match["unit"] not in _BYTE_UNITS:
+        unit = match["unit"] if match else ""
+        near = difflib.get_close_matches(unit.lower(), ["kib", "mib", "b"], n=1, cutoff=0.5) if unit else []
+        names = {"kib": "KiB", "mib": "MiB", "b": "B"}
+        raise UnsupportedError(
+            "byte budget",
+            got=repr(text)[:80],
+            wanted="bytes per history token",
+            hint=f"did you mean {names[near[0]]} ({'binary units only' if near[0] != 'b' else 'bytes'})?"
+            if near
+            else "6912, 6912B or 156KiB",
+        )
+    value = Fraction(match["number"]) * _BYTE_UNITS[match["unit"]]
+    if value.denominator != 1 or value > _MAX_BYTES:
+        raise UnsupportedError("byte budget", got=repr(text), wanted=f"a whole number of bytes up to {_MAX_BYTES}")
+    return int(value)
+
+
+def check_budget(budget: Budget) -> None:
+    """Refuse an unknown goal and a goal without the limits that give it a meaning (UnsupportedError)."""
+    if budget.goal not in GOALS:
+        near = difflib.get_close_matches(budget.goal, GOALS, n=1, cutoff=0.4)
+        raise UnsupportedError(
+            "goal",
+            got=repr(budget.goal),
+            wanted=", ".join(GOALS),
+            hint=f"did you mean {near[0]!r}?" if near else None,
+        )
+    needs_damage = budget.goal in ("read", "memory") and budget.max_damage_nats is None
+    needs_stored = budget.goal == "memory" and budget.max_stored_bytes is None
+    needs_bytes = budget.goal == "damage" and budget.max_stored_bytes is None and budget.max_read_bytes is None
+    if needs_damage or needs_stored or needs_bytes:
+        missing = [
+            name
+            for name, needed in (
+                ("max_damage", needs_damage),
+                ("max_stored", needs_stored),
+                ("max_stored or max_read", needs_bytes),
+            )
+            if needed
+        ]
+        raise UnsupportedError(
+            f"goal {budget.goal!r}",
+            got=f"no {' and no '.join(missing)}",
+            wanted=f"the budget that this goal needs ({GOALS[budget.goal]})",
+            hint="add it, e.g. --max-damage 2.0share or --max-stored 156KiB",
+        )
