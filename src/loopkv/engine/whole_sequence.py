@@ -44,12 +44,11 @@ def exact_reads(geometry: Geometry) -> tuple[HistoryRead, ...]:
     return tuple(HistoryRead(index, None) for index in range(len(geometry.cells)))
 
 
-@dataclass(slots=True)
-class HotCount:
-    """How many (query, kv head, history token) triples of one cell read both value planes."""
+class HotCount(NamedTuple):
+    """How many of a cell's (query, kv head, history token) triples read both value planes: [B] int64 per sequence."""
 
-    hot: int = 0
-    total: int = 0
+    hot: Tensor
+    total: Tensor
 
 
 @dataclass(slots=True)
@@ -74,6 +73,7 @@ class SequenceRun:
         tau: V-precision threshold in bits for int4 histories, every query taken as a decode row; None reads both
             value planes.
         prefix: exact keys and values of the cells from ``first_cell`` on for the tokens before the first block.
+        lengths: tokens of each sequence that count (the rest is padding on the right); all by default.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class SequenceRun:
         first_cell: int = 0,
         tau: float | None = None,
         prefix: Sequence[KV] = (),
+        lengths: Sequence[int] | None = None,
     ) -> None:
         geometry = model.geometry
         if any(read.bits is not None for read in reads):
@@ -103,7 +104,9 @@ class SequenceRun:
             self._cache[cell].v[:, : kv.v.shape[1]] = kv.v
         self._decoded: dict[HistoryRead, _Decoded] = {}
         self._first = 0
-        self.hot = {cell: HotCount() for cell in self._cache} if tau is not None else {}
+        self._lengths = torch.tensor(lengths or [tokens] * batch, device=model.device)
+        self.hot: dict[int, HotCount] = {}
+        """Hot counts of the cells that read an int4 history with tau, as far as blocks have run."""
 
     @property
     def max_block_tokens(self) -> int:
@@ -155,10 +158,18 @@ class SequenceRun:
                 continue
             o, hot = cold_attention(rows, start, sink, history, cold, recent, policy, self._tau)
             outputs.append(o)
-            readable = sum(policy.history_end(n) - policy.sink_tokens for n in range(start + 1, stop + 1))
-            self.hot[cell].hot += int(hot.sum())
-            self.hot[cell].total += readable * q.shape[0] * cache.k.shape[2]
+            self._count_hot(cell, hot, start)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _count_hot(self, cell: int, hot: Tensor, first: int) -> None:
+        """Add the hot tokens [B, T, H] of queries at positions ``first ..``, padding left out."""
+        positions = torch.arange(first, first + hot.shape[1], device=hot.device)
+        counts = positions < self._lengths[:, None]  # [B, T]
+        ends = [self._policy.history_end(first + 1 + row) for row in range(hot.shape[1])]
+        readable = (torch.tensor(ends, device=hot.device) - self._policy.sink_tokens) * hot.shape[2]
+        count = HotCount((hot.sum(-1) * counts).sum(-1), (readable * counts).sum(-1))
+        before = self.hot.get(cell)
+        self.hot[cell] = count if before is None else HotCount(before.hot + count.hot, before.total + count.total)
 
     def _history(self, read: HistoryRead, end: int) -> tuple[KV, Tensor | None]:
         """Tokens [S, end) of a history as they are read, and the values of its cold reading (int4 with tau only)."""
@@ -256,11 +267,12 @@ def run_perturbed(
     policy: Policy = DEFAULT_POLICY,
     *,
     tau: float | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[Tensor, dict[int, HotCount]]:
     """Final hidden states [B, T - first_position, E] under ``reads``, resumed at the first cell that reads otherwise.
 
     The blocks are those of the exact run, so cells that read exact repeat it bit for bit. Also returns the hot counts
-    of every cell that ran (empty without tau).
+    of the cells that read an int4 history (empty without tau), padding beyond ``lengths`` left out.
     """
     differing = [cell for cell, read in enumerate(reads) if read != (cell, None)]
     if not differing:
@@ -268,7 +280,15 @@ def run_perturbed(
     cell = differing[0]
     entering = exact.hidden[cell]
     run = SequenceRun(
-        model, reads, policy, entering.shape[0], exact.tokens, first_cell=cell, tau=tau, prefix=exact.prefix[cell:]
+        model,
+        reads,
+        policy,
+        entering.shape[0],
+        exact.tokens,
+        first_cell=cell,
+        tau=tau,
+        prefix=exact.prefix[cell:],
+        lengths=lengths,
     )
     final = torch.empty_like(exact.final)
     first = exact.first_position

@@ -1,0 +1,116 @@
+"""Results of a long run, written as they come, so that a killed run continues where it stopped."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from loopkv.errors import LoopKVError
+
+_VERSION = 1
+
+
+class Journal:
+    """A JSON-lines file of named results that belong to one ``key`` (a hash of all that decides them).
+
+    The first line names the key. A torn last line, which a kill leaves behind, is cut off. One process at a time.
+
+    Args:
+        path: the file; its parent folder is made.
+        key: identity of the run; a file of another run is refused.
+        restart: drop whatever the file holds.
+
+    Raises:
+        LoopKVError: another run's journal, one in use, or a file that is no journal.
+    """
+
+    def __init__(self, path: Path | str, key: str, *, restart: bool = False) -> None:
+        self.path = Path(path)
+        self._entries: dict[str, Any] = {}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a+b")
+        except OSError as problem:
+            raise LoopKVError(
+                f"cannot write {self.path}", got=problem.strerror, hint="choose a writable file"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise LoopKVError(
+                f"journal {self.path}", got="another running process", wanted="one run at a time"
+            ) from None
+        try:
+            if restart:
+                self._file.truncate(0)
+            self._load(key)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _load(self, key: str) -> None:
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            self._file.truncate(len(whole))
+        header = {"journal": _VERSION, "key": key}
+        if not whole:
+            self._append(header)
+            return
+        try:
+            rows = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+            found = rows[0]["key"] if rows[0]["journal"] == _VERSION else None
+            self._entries = {str(row["name"]): row["value"] for row in rows[1:]}
+        except (ValueError, KeyError, TypeError, IndexError):
+            raise LoopKVError(
+                f"journal {self.path}", got="a file that is no journal", hint="move it away, or restart the run"
+            ) from None
+        if found != key:
+            raise LoopKVError(
+                f"journal {self.path} belongs to another run",
+                got=f"key {str(found)[:12]}",
+                wanted=f"key {key[:12]} (this model, policy, documents and options)",
+                hint="finish that run, choose another output, or restart this one (--restart)",
+            )
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self._file.seek(0, os.SEEK_END)
+        self._file.write((json.dumps(row, allow_nan=False) + "\n").encode())
+        self._file.flush()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, name: str) -> Any:
+        """The value written under ``name``."""
+        return self._entries[name]
+
+    def put(self, name: str, value: Any) -> None:
+        """Write a value (plain JSON); it is on its way to the disk when this returns."""
+        self._entries[name] = value
+        self._append({"name": name, "value": value})
+
+    def remove(self) -> None:
+        """Delete the file: its results now live in the finished output."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Release the file, which stays."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
