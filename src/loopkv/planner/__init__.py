@@ -5,7 +5,7 @@ The planner sees numbers only: damages and bytes, no tensors, no model, no GPU.
 
 from loopkv.planner.budget import GOALS, check_budget, parse_bytes, parse_damage
 from loopkv.planner.named import assigned_plan, named_options, named_plan, per_layer_plans, per_loop_plans
-from loopkv.planner.predict import CORRECTION_WITH_SHARES, CORRECTION_WITHOUT_SHARES, correction, predict
+from loopkv.planner.prediction import CORRECTION_WITH_SHARES, CORRECTION_WITHOUT_SHARES, correction, predict
 from loopkv.planner.solve import Frontier, frontier, plan
 
 __all__ = [

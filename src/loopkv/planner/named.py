@@ -34,7 +34,7 @@ from loopkv.errors import LoopKVError, UnsupportedError
 from loopkv.footprint import plan_footprint
 from loopkv.geometry import Geometry
 from loopkv.options import get_option
-from loopkv.planner.predict import predict
+from loopkv.planner.prediction import predict
 from loopkv.planner.solve import plan as solve_plan
 from loopkv.policy import DEFAULT_POLICY, Policy
 

@@ -13,7 +13,7 @@ from loopkv.errors import BudgetInfeasibleError, ProfileFormatError, Unsupported
 from loopkv.options import BF16, INT4, OPTIONS, SHARE, Option, own_bytes
 from loopkv.planner.budget import check_budget
 from loopkv.planner.knapsack import Choice, IntArray, KnapsackTable
-from loopkv.planner.predict import predict
+from loopkv.planner.prediction import predict
 
 FloatArray = npt.NDArray[np.float64]
 PLAN_NAMES = {"read": "loopkv-r", "memory": "loopkv-m", "damage": "loopkv-d"}
