@@ -1,12 +1,29 @@
 """The packing of one cell's page into bytes: the struct that Python, CUDA and the engines share.
 
-The logical contract is (codes, scale, zero); this file is its one physical form, versioned by ``PAGE_VERSION``.
+The logical contract is (codes, scale, zero); this file is its one physical form, versioned by ``PAGE_VERSION``. A page
+lies head by head, so that the reader of one head gets everything it always needs with one contiguous copy::
+
+    page = [head][ k_codes | k_scales | k_zeros | v_scales | v_zeros | v_codes | v_low ]
+
+The order inside a plane is what a tensor-core reader wants: the codes of a 16 x 16 tile come out of 32-bit words by one
+AND per pair (``kernels/csrc/fragments.cuh`` says how). With channel blocks of 128, 64 and 32 channels (``_blocks``)::
+
+    k_codes   [block][token][channel]       channels permuted in units of 8 (4 bits) or 16 (2 bits): the even ones,
+                                            then the odd ones, so that the halves of a word hold neighbours
+    v_codes,  [slot][block][lane][channel]  2-bit codes, lane r of 8 holds channels 4 r .. 4 r + 3 of every 32
+    v_low                                   (the high plane of int4, the whole code of int2; the low plane of int4)
+    k_scales  [channel]        fp16         likewise k_zeros
+    v_scales  [group][slot]    fp16         slots permuted once more; likewise v_zeros
+
+A token's low plane is contiguous (32 bytes at 128 channels: one sector of memory), which is what V precision skips.
+Geometries that the kernels do not serve (a page that is no multiple of 8 tokens, heads no multiple of 32) keep the
+natural order.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,13 +32,15 @@ from loopkv.codec.kivi import CodedKeys, CodedValues
 from loopkv.options import Option
 from loopkv.policy import Policy
 
-PAGE_VERSION = 1
+PAGE_VERSION = 2
 CELL_ALIGNMENT_BYTES = 128
+_TILE_TOKENS = 8
+_UNIT_CHANNELS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One contiguous array of a page: byte offset from the page's start and size in bytes."""
+    """One contiguous array of a head's part of a page: byte offset from the head's start and size in bytes."""
 
     offset: int
     nbytes: int
@@ -29,11 +48,9 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class PageStruct:
-    """Planes of one coded page.
+    """Planes of one coded page; offsets count from the start of a head's part, which has ``head_nbytes`` bytes.
 
     ``v_codes`` holds 2-bit codes: the whole code of int2, the high plane of int4, whose low plane is ``v_low``.
-    Codes lie as [token][head][channel], the lowest channel in the lowest bits of a byte; ``k_scales`` and ``k_zeros``
-    as [head][channel] fp16, ``v_scales`` and ``v_zeros`` as [token][head][group] fp16.
     """
 
     bits: int
@@ -42,28 +59,33 @@ class PageStruct:
     page_tokens: int
     group: int
     k_codes: Plane
-    v_codes: Plane
-    v_low: Plane
     k_scales: Plane
     k_zeros: Plane
     v_scales: Plane
     v_zeros: Plane
-    nbytes: int
+    v_codes: Plane
+    v_low: Plane
+    head_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the page: all heads."""
+        return self.kv_heads * self.head_nbytes
 
 
 def page_struct(option: Option, kv_heads: int, head_dim: int, policy: Policy) -> PageStruct:
     """The struct of a coded option's page."""
     if not option.coded or option.bits is None:
         raise ValueError(f"option {option.name} has no coded pages")
-    elements = policy.page_tokens * kv_heads * head_dim
+    elements = policy.page_tokens * head_dim
     sizes = {
         "k_codes": elements * option.bits // 8,
-        "v_codes": elements * 2 // 8,
-        "v_low": elements * (option.bits - 2) // 8,
-        "k_scales": kv_heads * head_dim * 2,
-        "k_zeros": kv_heads * head_dim * 2,
+        "k_scales": head_dim * 2,
+        "k_zeros": head_dim * 2,
         "v_scales": elements // policy.group * 2,
         "v_zeros": elements // policy.group * 2,
+        "v_codes": elements * 2 // 8,
+        "v_low": elements * (option.bits - 2) // 8,
     }
     planes, offset = {}, 0
     for name, size in sizes.items():
@@ -75,9 +97,58 @@ def page_struct(option: Option, kv_heads: int, head_dim: int, policy: Policy) ->
         head_dim=head_dim,
         page_tokens=policy.page_tokens,
         group=policy.group,
-        nbytes=offset,
+        head_nbytes=offset,
         **planes,
     )
+
+
+def _blocks(head_dim: int) -> tuple[int, ...]:
+    """Channels of each block: as many of 128 as fit, then 64, then 32."""
+    if head_dim % _UNIT_CHANNELS:
+        return (head_dim,)
+    blocks, left = [], head_dim
+    for size in (128, 64, 32):
+        blocks += [size] * (left // size)
+        left %= size
+    return tuple(blocks)
+
+
+@functools.lru_cache(maxsize=64)
+def _key_order(block: int, bits: int) -> Tensor:
+    """Channel held at each place of a block of key codes."""
+    if block % _UNIT_CHANNELS:
+        return torch.arange(block)
+    unit = min(32 // bits, block // 4)  # a reader lane holds a quarter of the block, in words of 32 bits
+    even_first = torch.arange(unit).view(-1, 2).T.flatten()
+    return (torch.arange(0, block, unit)[:, None] + even_first).flatten()
+
+
+@functools.lru_cache(maxsize=64)
+def _value_order(block: int) -> Tensor:
+    """Channel held at each place of a block of value codes: [lane, group, 4] for [group, lane, 4]."""
+    if block % _UNIT_CHANNELS:
+        return torch.arange(block)
+    return torch.arange(block).view(-1, 8, 4).transpose(0, 1).flatten()
+
+
+@functools.lru_cache(maxsize=64)
+def _slot_tokens(page_tokens: int) -> Tensor:
+    """Token in each slot of the value planes: of eight neighbours, those of even number first."""
+    if page_tokens % _TILE_TOKENS:
+        return torch.arange(page_tokens)
+    return torch.arange(page_tokens).view(-1, 4, 2).transpose(1, 2).flatten()
+
+
+@functools.lru_cache(maxsize=64)
+def _scale_tokens(page_tokens: int) -> Tensor:
+    """Token of each place of a value scale row: [pair of eight, tile, 2] for [tile, pair, 2]."""
+    if page_tokens % _TILE_TOKENS:
+        return torch.arange(page_tokens)
+    return torch.arange(page_tokens).view(-1, 4, 2).transpose(0, 1).flatten()
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.argsort(order)
 
 
 def _pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -88,57 +159,86 @@ def _pack_bits(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-@cache
-def _codes_of_bytes(bits: int, device: torch.device) -> Tensor:
-    """For each byte value its 8 / bits codes, as one integer whose bytes are the codes in order."""
-    values = torch.arange(256, device=device, dtype=torch.uint8).unsqueeze(-1)
-    shifts = torch.arange(8 // bits, device=device, dtype=torch.uint8) * bits
-    codes = (values >> shifts) & ((1 << bits) - 1)
-    return codes.view({2: torch.int32, 4: torch.int16}[bits]).flatten()
-
-
 def _unpack_bits(data: Tensor, bits: int) -> Tensor:
-    """Inverse of ``_pack_bits``: one table look-up per byte, ten times faster than shifting on a CPU."""
-    words = _codes_of_bytes(bits, data.device).index_select(0, data.flatten().int())
-    return words.view(torch.uint8).view(*data.shape[:-1], data.shape[-1] * 8 // bits)
+    """Inverse of ``_pack_bits``."""
+    per_byte = 8 // bits
+    shifts = torch.arange(per_byte, device=data.device, dtype=torch.uint8) * bits
+    return ((data.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _value_channels(head_dim: int) -> Tensor:
+    """Channel at each place of a slot of the value planes, over all blocks."""
+    order, start = [], 0
+    for block in _blocks(head_dim):
+        order.append(_value_order(block) + start)
+        start += block
+    return torch.cat(order)
+
+
+def _pack_values(codes: Tensor, head_dim: int) -> Tensor:
+    """2-bit codes [..., H, S, D] to bytes [..., H, S * D / 4]."""
+    slots = _slot_tokens(codes.shape[-2]).to(codes.device)
+    channels = _value_channels(head_dim).to(codes.device)
+    return _pack_bits(codes.index_select(-2, slots).index_select(-1, channels).flatten(-2), 2)
+
+
+def _unpack_values(data: Tensor, page_tokens: int, head_dim: int) -> Tensor:
+    """Inverse of ``_pack_values``."""
+    slots = _inverse(_slot_tokens(page_tokens)).to(data.device)
+    channels = _inverse(_value_channels(head_dim)).to(data.device)
+    codes = _unpack_bits(data, 2).unflatten(-1, (page_tokens, head_dim))
+    return codes.index_select(-1, channels).index_select(-2, slots)
 
 
 def pack_page(struct: PageStruct, keys: CodedKeys, values: CodedValues) -> Tensor:
     """Bytes [..., nbytes] uint8 of pages with codes [..., S, H, D]."""
-    k, v = keys.q.flatten(-3), values.q.flatten(-3)
-    high = v if struct.bits == 2 else v >> 2
-    low = [_pack_bits(v & 3, 2)] if struct.bits == 4 else []
+    k, v = keys.q.transpose(-3, -2), values.q.transpose(-3, -2)  # [..., H, S, D]
+    parts, start = [], 0
+    for block in _blocks(struct.head_dim):
+        order = _key_order(block, struct.bits).to(k.device) + start
+        parts.append(_pack_bits(k.index_select(-1, order).flatten(-2), struct.bits))
+        start += block
+    tokens = _scale_tokens(struct.page_tokens).to(k.device)
     halves = (
-        keys.scale.flatten(-2),
-        keys.zero.flatten(-2),
-        values.scale.flatten(-3),
-        values.zero.flatten(-3),
+        keys.scale,
+        keys.zero,
+        values.scale.movedim(-3, -1).index_select(-1, tokens).flatten(-2),  # [..., H, groups, S]
+        values.zero.movedim(-3, -1).index_select(-1, tokens).flatten(-2),
     )
-    raw = [half.contiguous().view(torch.uint8) for half in halves]
-    return torch.cat([_pack_bits(k, struct.bits), _pack_bits(high, 2), *low, *raw], dim=-1)
+    parts += [half.contiguous().view(torch.uint8) for half in halves]
+    parts.append(_pack_values(v if struct.bits == 2 else v >> 2, struct.head_dim))
+    if struct.bits == 4:
+        parts.append(_pack_values(v & 3, struct.head_dim))
+    return torch.cat(parts, dim=-1).flatten(-2)
 
 
 def unpack_page(struct: PageStruct, data: Tensor) -> tuple[CodedKeys, CodedValues]:
     """Codes of pages from bytes [..., nbytes] uint8."""
-    tokens, heads, dim = struct.page_tokens, struct.kv_heads, struct.head_dim
+    tokens, dim = struct.page_tokens, struct.head_dim
+    heads = data.unflatten(-1, (struct.kv_heads, struct.head_nbytes))
 
     def raw(plane: Plane) -> Tensor:
-        return data[..., plane.offset : plane.offset + plane.nbytes]
+        return heads[..., plane.offset : plane.offset + plane.nbytes]
 
-    def halves(plane: Plane, *shape: int) -> Tensor:
-        return raw(plane).contiguous().view(torch.float16).unflatten(-1, shape)
+    def halves(plane: Plane) -> Tensor:
+        return raw(plane).contiguous().view(torch.float16)
 
-    k = _unpack_bits(raw(struct.k_codes), struct.bits).unflatten(-1, (tokens, heads, dim))
-    v = _unpack_bits(raw(struct.v_codes), 2)
+    def scales(plane: Plane) -> Tensor:
+        order = _inverse(_scale_tokens(tokens)).to(data.device)
+        return halves(plane).unflatten(-1, (-1, tokens)).index_select(-1, order).movedim(-1, -3)
+
+    blocks, offset = [], 0
+    for block in _blocks(dim):
+        nbytes = tokens * block * struct.bits // 8
+        order = _inverse(_key_order(block, struct.bits)).to(data.device)
+        codes = _unpack_bits(raw(struct.k_codes)[..., offset : offset + nbytes], struct.bits)
+        blocks.append(codes.unflatten(-1, (tokens, block)).index_select(-1, order))
+        offset += nbytes
+    k = torch.cat(blocks, dim=-1)
+    v = _unpack_values(raw(struct.v_codes), tokens, dim)
     if struct.bits == 4:
-        v = (v << 2) | _unpack_bits(raw(struct.v_low), 2)
-    groups = dim // struct.group
+        v = (v << 2) | _unpack_values(raw(struct.v_low), tokens, dim)
     return (
-        CodedKeys(k, halves(struct.k_scales, heads, dim), halves(struct.k_zeros, heads, dim), struct.bits),
-        CodedValues(
-            v.unflatten(-1, (tokens, heads, dim)),
-            halves(struct.v_scales, tokens, heads, groups),
-            halves(struct.v_zeros, tokens, heads, groups),
-            struct.bits,
-        ),
+        CodedKeys(k.transpose(-3, -2), halves(struct.k_scales), halves(struct.k_zeros), struct.bits),
+        CodedValues(v.transpose(-3, -2), scales(struct.v_scales), scales(struct.v_zeros), struct.bits),
     )
