@@ -151,7 +151,7 @@ _KINDS = (
         "nats",
         ("arm",),
         ("ci95", "top1", "predicted_nats", "stored_bytes", "read_bytes", "documents", "activations"),
-        "mean KL(exact || plan) per token; samples are documents; `activations` is fp32 unless it says served",
+        "mean KL of the plan against the exact model per token; samples are documents; `activations` is fp32 or served",
     ),
     RecordKind(
         "quality.kl_share_nats",
