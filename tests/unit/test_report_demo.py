@@ -83,7 +83,7 @@ def test_every_figure_says_what_it_shows_and_how_to_remake_it(html: str) -> None
     keys = [figure.key for figure in page.figures]
     assert keys[:3] == ["damage-int4", "damage-int2", "damage-share"]
     assert [f"plan-{n}" for n in range(1, 7)] == keys[3:9]
-    assert {"frontier-stored", "frontier-read", "frontier-bytes", "predicted-measured", "tasks"} <= set(keys)
+    assert {"frontier-stored", "frontier-read", "frontier-bytes", "predicted-measured", "task-accuracy"} <= set(keys)
 
 
 def test_colours_follow_the_readers_setting(html: str) -> None:
@@ -194,5 +194,5 @@ def test_numeric_columns_are_set_right() -> None:
 def test_two_figures_of_one_name_are_our_bug() -> None:
     page = demo_page(make_report())
     doubled = dataclasses.replace(page, sections=(page.sections[0], page.sections[0]))
-    with pytest.raises(ValueError, match="one key"):
+    with pytest.raises(ValueError, match="one id"):
         render_page(doubled)

@@ -548,7 +548,7 @@ def _task_section(report: DemoReport) -> Section | None:
         "Differences are paired: the same items under both arms.",
     )
     figure = Figure(
-        key="tasks",
+        key="task-accuracy",
         title="Task accuracy by arm",
         explanation="Mean score with its 95% interval; the paired differences to bf16 are in the table.",
         alt="; ".join(

@@ -220,8 +220,9 @@ def render_page(page: Page) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     tables, figures = environment.from_string(_TABLE), environment.from_string(_FIGURE)
     order = {figure.key: number for number, figure in enumerate(page.figures)}
-    if len(order) != len(page.figures):
-        raise ValueError("two figures of a page have one key")
+    ids = [section.key for section in page.sections] + [figure.key for figure in page.figures]
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"two parts of a page have one id: {sorted(i for i in set(ids) if ids.count(i) > 1)}")
 
     def table(block: Table) -> Markup:
         return Markup(tables.render(table=block))
