@@ -2,12 +2,11 @@
 
 Keys and values of the sink and the window lie exact in window blocks; the history lies as pages (coded, or exact for
 option bf16) in history blocks. Both kinds come from one pool of equal blocks; block 0 is handed out to nobody, and an
-entry 0 of a table means "no block". A request of ``n`` tokens at rest holds exactly ``layout.request_bytes(n)``.
+entry 0 of a table means "no block". Which blocks a request holds is ``loopkv.residency``'s arithmetic.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -133,7 +132,7 @@ class PagedCache:
                 hint="lay the plan out for the engine's dtype",
             )
         self.layout, self.dtype, self.device = layout, dtype, device
-        self.policy = layout.policy
+        self.policy, self.residency = layout.policy, layout.residency
         self.pool = BlockPool(layout.block_bytes, blocks, device, fill_byte)
         self.sanitized_elements = 0
         heads, dim, bw = layout.geometry.kv_heads, layout.geometry.head_dim, layout.window_block_tokens
@@ -165,9 +164,9 @@ class PagedCache:
 
     def blocks_wanted(self, request: CachedRequest, new_tokens: int) -> int:
         """Blocks that ``reserve`` would take."""
-        history, window = self._lengths(request.tokens + new_tokens)
-        null = self._null_history_blocks
-        return max(0, history - max(len(request.history), null)) + max(0, window - len(request.window))
+        tokens, null = request.tokens + new_tokens, self.residency.null_history_entries
+        history = self.residency.history_entries(tokens) - max(len(request.history), null)
+        return max(0, history) + max(0, self.residency.window_entries(tokens) - len(request.window))
 
     def reserve(self, request: CachedRequest, new_tokens: int) -> None:
         """Take the blocks that the next ``new_tokens`` tokens and the pages they push out of the window need.
@@ -175,19 +174,18 @@ class PagedCache:
         Raises:
             LoopKVError: the pool has too few; the request is unchanged.
         """
+        tokens, null = request.tokens + new_tokens, self.residency.null_history_entries
         taken = self.pool.take(self.blocks_wanted(request, new_tokens))
-        history, window = self._lengths(request.tokens + new_tokens)
-        while len(request.history) < history:
-            request.history.append(0 if len(request.history) < self._null_history_blocks else taken.pop())
-        while len(request.window) < window:
+        while len(request.history) < self.residency.history_entries(tokens):
+            request.history.append(0 if len(request.history) < null else taken.pop())
+        while len(request.window) < self.residency.window_entries(tokens):
             request.window.append(taken.pop())
 
     def settle(self, request: CachedRequest, new_tokens: int) -> None:
         """Count ``new_tokens`` tokens as stored and free the window blocks that no later query reads."""
         request.tokens += new_tokens
-        first = math.ceil(self.policy.sink_tokens / self.layout.window_block_tokens)
-        last = self.policy.history_end(request.tokens) // self.layout.window_block_tokens
-        for i in range(first, min(last, len(request.window))):
+        last = min(self.residency.first_live_window_entry(request.tokens), len(request.window))
+        for i in range(self.residency.sink_window_entries, last):
             if request.window[i]:
                 self.pool.give_back([request.window[i]])
                 request.window[i] = 0
@@ -196,17 +194,6 @@ class PagedCache:
         """Free everything the request holds."""
         self.pool.give_back(request.blocks)
         request.tokens, request.history, request.window = 0, [], []
-
-    @property
-    def _null_history_blocks(self) -> int:
-        return self.policy.sink_tokens // self.layout.history_block_tokens
-
-    def _lengths(self, tokens: int) -> tuple[int, int]:
-        """Table lengths (history, window) at ``tokens`` tokens."""
-        end = self.policy.history_end(tokens)
-        coded = end > self.policy.sink_tokens
-        history = math.ceil(end / self.layout.history_block_tokens) if coded else 0
-        return history, math.ceil(tokens / self.layout.window_block_tokens)
 
     def token_span(self, request: CachedRequest, start: int, stop: int) -> Span:
         """Places of the exact tokens ``[start, stop)``."""
@@ -295,6 +282,10 @@ class PagedCache:
         """True where the history that ``cell`` reads is coded."""
         return self._structs[cell] is not None
 
+    def struct(self, cell: int) -> PageStruct | None:
+        """Packing of the pages that ``cell`` reads; None where they are exact."""
+        return self._structs[cell]
+
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def held_bytes(self, request: CachedRequest) -> int:
@@ -343,14 +334,12 @@ class PagedCache:
                 hint="compute the request anew",
             )
         taken = self.pool.take(len(saved.history) + len(saved.window))
-        request = CachedRequest(saved.tokens)
-        history, window = self._lengths(saved.tokens)
-        free_from = math.ceil(self.policy.sink_tokens / self.layout.window_block_tokens)
-        free_to = self.policy.history_end(saved.tokens) // self.layout.window_block_tokens
-        for i in range(history):
-            request.history.append(0 if i < self._null_history_blocks else taken.pop())
-        for i in range(window):
-            request.window.append(0 if free_from <= i < free_to else taken.pop())
+        request, null = CachedRequest(saved.tokens), self.residency.null_history_entries
+        dead = range(self.residency.sink_window_entries, self.residency.first_live_window_entry(saved.tokens))
+        for i in range(self.residency.history_entries(saved.tokens)):
+            request.history.append(0 if i < null else taken.pop())
+        for i in range(self.residency.window_entries(saved.tokens)):
+            request.window.append(0 if i in dead else taken.pop())
         assert not taken, "a saved request holds other blocks than its length implies"
         self.pool.data[[block for block in request.history if block]] = saved.history
         self.pool.data[[block for block in request.window if block]] = saved.window
@@ -392,7 +381,4 @@ class PagedCache:
 
 def peak_blocks(layout: Layout, tokens: int, chunk_tokens: int) -> int:
     """Blocks that suffice for a request growing to ``tokens`` tokens in steps of at most ``chunk_tokens``."""
-    policy, bw = layout.policy, layout.window_block_tokens
-    near = math.ceil(policy.sink_tokens / bw)
-    near += math.ceil((policy.window_tokens + policy.page_tokens + chunk_tokens) / bw) + 1
-    return layout.history_blocks(tokens) + min(near, math.ceil(tokens / bw))
+    return layout.history_blocks(tokens) + layout.residency.max_window_blocks(chunk_tokens, tokens)

@@ -62,6 +62,7 @@ class PagedEngine:
         blocks: blocks of the pool, the null block included.
         layout: block sizes; by default ``lay_out(plan)`` for the model's dtype.
         fill_byte: overwrite fresh and freed blocks with this byte (tests: nothing unwritten may be read).
+        cache_class: a cache that checks or replaces what is coded (tests).
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class PagedEngine:
         blocks: int,
         layout: Layout | None = None,
         fill_byte: int | None = None,
+        cache_class: type[PagedCache] = PagedCache,
     ):
         plan.check_serves(Fingerprint(name=model.name, geometry=model.geometry))
         self.model, self.plan, self.policy = model, plan, plan.policy
         self.layout = layout or lay_out(plan, exact_itemsize=model.dtype.itemsize)
-        self.cache = PagedCache(self.layout, model.dtype, blocks, model.device, fill_byte)
+        self.cache = cache_class(self.layout, model.dtype, blocks, model.device, fill_byte)
         self.hot = HotCount()
         self._shares = plan.shares
 
