@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +14,9 @@ from loopkv.errors import LoopKVError, PlanFormatError, PlanMismatchError
 from loopkv.footprint import Footprint, plan_footprint
 from loopkv.options import Option, get_option
 from loopkv.policy import Policy
+
+MAX_NAME_LENGTH = 128
+MAX_TAU = 1024
 
 
 class Budget(BaseModel):
@@ -60,11 +62,11 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     schema_version: int = 1
-    name: str = Field(min_length=1, max_length=128)
+    name: str = Field(min_length=1, max_length=MAX_NAME_LENGTH)
     fingerprint: Fingerprint
     policy: Policy
     options: tuple[str, ...] = Field(strict=False)
-    tau: float | None = Field(default=None, ge=0, le=1024, allow_inf_nan=False)
+    tau: float | None = Field(default=None, ge=0, le=MAX_TAU, allow_inf_nan=False)
     budget: Budget | None = None
     predicted: Predicted | None = None
     measured: Measured | None = None
@@ -127,10 +129,16 @@ class Plan(BaseModel):
         """The same plan with a measurement attached."""
         return self.model_copy(update={"measured": measured})
 
+    def with_name(self, name: str) -> Plan:
+        """The same plan under another name."""
+        if not 1 <= len(name) <= MAX_NAME_LENGTH:
+            raise PlanFormatError("plan name", got=f"{len(name)} characters", wanted=f"1 to {MAX_NAME_LENGTH}")
+        return self.model_copy(update={"name": name})
+
     def with_tau(self, tau: float | None) -> Plan:
         """The same options read with another V-precision threshold; a measurement of the old one is dropped."""
-        if tau is not None and not (math.isfinite(tau) and tau >= 0):
-            raise PlanFormatError("tau", got=tau, wanted="a finite number of bits >= 0, or none")
+        if tau is not None and not 0 <= tau <= MAX_TAU:
+            raise PlanFormatError("tau", got=tau, wanted=f"a number of bits from 0 to {MAX_TAU}, or none")
         return self.model_copy(update={"tau": tau, "measured": None if tau != self.tau else self.measured})
 
     @classmethod

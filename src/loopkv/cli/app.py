@@ -10,7 +10,12 @@ import typer
 import loopkv
 from loopkv.errors import LoopKVError
 
-VERBS: tuple[str, ...] = ("bench",)
+VERBS: tuple[str, ...] = (
+    "profile",
+    "tau",
+    "measure",
+    "bench",
+)
 """Modules of this package with a ``register(app)`` function, in the order of the help text."""
 
 app = typer.Typer(

@@ -30,6 +30,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from loopkv.artifacts import Budget, Fingerprint, Plan, Profile
+from loopkv.artifacts.plan import MAX_NAME_LENGTH
 from loopkv.errors import LoopKVError, UnsupportedError
 from loopkv.footprint import plan_footprint
 from loopkv.geometry import Geometry
@@ -115,14 +116,14 @@ def assigned_plan(
     """
     # Checked here although Plan checks it again: this raises our one-sentence errors, pydantic wraps them.
     plan_footprint(fingerprint.geometry, [get_option(option) for option in options], policy)
-    return Plan(
-        name=name if len(name) <= 128 else name[:125] + "...",
+    bare = Plan(
+        name="plan",
         fingerprint=fingerprint,
         policy=policy,
         options=tuple(options),
-        tau=tau,
         predicted=None if profile is None else predict(profile, options),
     )
+    return bare.with_name(name if len(name) <= MAX_NAME_LENGTH else name[: MAX_NAME_LENGTH - 3] + "...").with_tau(tau)
 
 
 def named_options(name: str, geometry: Geometry) -> tuple[str, ...]:

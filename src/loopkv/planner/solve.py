@@ -70,20 +70,20 @@ class Frontier:
 
     def plan(self, budget: Budget, *, name: str | None = None, tau: float | None = None) -> Plan:
         """The plan of the best point within ``budget`` (see ``find``)."""
-        plan = self.plan_at(self.find(budget), name or PLAN_NAMES[budget.goal], tau=tau)
+        plan = self.plan_at(self.find(budget), PLAN_NAMES[budget.goal] if name is None else name, tau=tau)
         return plan.model_copy(update={"budget": budget})
 
     def plan_at(self, point: int, name: str, *, tau: float | None = None) -> Plan:
         """The plan of one point of the frontier."""
         options = self.options(point)
-        return Plan(
-            name=name,
+        bare = Plan(
+            name="plan",
             fingerprint=self.profile.fingerprint,
             policy=self.profile.policy,
             options=options,
-            tau=tau,
             predicted=predict(self.profile, options),
         )
+        return bare.with_name(name).with_tau(tau)
 
     def _fitting(self, budget: Budget, without: str | None = None) -> npt.NDArray[np.bool_]:
         fits = np.ones(len(self), dtype=np.bool_)

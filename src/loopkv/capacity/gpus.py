@@ -1,0 +1,91 @@
+"""Memory and effective bandwidth of a few GPUs, each constant with its source."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+
+from loopkv.errors import LoopKVError, UnsupportedError
+
+GIB = 1 << 30
+REFERENCE_CELLS = 96  # cells of Ouro-1.4B, on which every t_fix below was fitted
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What eq. 1 needs to know about a GPU.
+
+    Args:
+        name: as on the command line.
+        memory_bytes: what CUDA reports as total memory.
+        bandwidth_bytes_s: BW, effective bytes per second of a whole decode step (below the datasheet's).
+        t_fix_s: seconds of a step of ``REFERENCE_CELLS`` cells that do not scale with bytes.
+        source: where bandwidth and t_fix come from, for print.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_s: float
+    t_fix_s: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for field, value, positive in (
+            ("memory", self.memory_bytes, True),
+            ("bandwidth", self.bandwidth_bytes_s, True),
+            ("t_fix", self.t_fix_s, False),
+        ):
+            if not math.isfinite(value) or value < 0 or (positive and value == 0):
+                raise LoopKVError(
+                    f"GPU {self.name}: {field}", got=value, wanted=f"a finite number {'> 0' if positive else '>= 0'}"
+                )
+
+
+# The paper's fit on an RTX PRO 6000 (section 2.2, footnote 3): BW = 1.29 TB/s of the datasheet's 1.792 TB/s, t_fix =
+# 6.84 ms. GPUs without a fit of their own take that fraction of their datasheet bandwidth and that t_fix.
+_PAPER_T_FIX_S = 6.84e-3
+_PAPER_FRACTION = 1.29 / 1.792
+_ASSUMED = "not fitted: {peak} TB/s (datasheet) x 0.72 and t_fix 6.84 ms, as the paper fits on an RTX PRO 6000"
+
+
+def _assumed(name: str, memory_gib: float, peak_tb_s: float) -> Gpu:
+    bandwidth = peak_tb_s * 1e12 * _PAPER_FRACTION
+    return Gpu(name, round(memory_gib * GIB), bandwidth, _PAPER_T_FIX_S, _ASSUMED.format(peak=peak_tb_s))
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        # Through two steps of stock vLLM 0.26 (BF16, Ouro-1.4B geometry, 8K) on one H200: 10.4 ms at batch 1 (16.5 GB)
+        # and 32.5 ms at batch 16 (113.1 GB): BW = 96.6 GB / 22.1 ms, t_fix = 10.4 ms - 16.5 GB / BW. Memory: CUDA's.
+        Gpu("H200", round(139.8 * GIB), 4.37e12, 6.6e-3, "two measured steps of stock vLLM 0.26, BF16, Ouro-1.4B, 8K"),
+        # Memory: 96 GB (datasheet), of which CUDA reports 95.0 GiB.
+        Gpu("RTX-PRO-6000", 95 * GIB, 1.29e12, _PAPER_T_FIX_S, "the paper's fit (section 2.2), Ouro-1.4B"),
+        # Datasheets: H100 SXM 80 GB, 3.35 TB/s; A100 SXM 80 GB, 2.039 TB/s; RTX PRO 4500 Blackwell 32 GB, 0.896 TB/s;
+        # L40S 48 GB, 0.864 TB/s. CUDA reports about 1 to 2% less memory than the nominal GiB (ECC, firmware).
+        _assumed("H100", 79.2, 3.35),
+        _assumed("A100-80", 79.2, 2.039),
+        _assumed("RTX-PRO-4500", 31.4, 0.896),
+        _assumed("L40S", 44.5, 0.864),
+    )
+}
+
+
+def get_gpu(name: str) -> Gpu:
+    """The GPU called ``name`` (case does not matter).
+
+    Raises:
+        UnsupportedError: not in the table; the nearest name is suggested.
+    """
+    by_key = {key.lower(): gpu for key, gpu in GPUS.items()}
+    key = name.strip().lower().replace(" ", "-").replace("_", "-")
+    if key in by_key:
+        return by_key[key]
+    near = difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
+    raise UnsupportedError(
+        "GPU",
+        got=repr(name)[:80],
+        wanted=", ".join(GPUS),
+        hint=f"did you mean {by_key[near[0]].name}?" if near else "give --memory, --bandwidth and --t-fix instead",
+    )
