@@ -12,8 +12,11 @@ from loopkv.errors import LoopKVError
 
 VERBS: tuple[str, ...] = (
     "profile",
+    "plan",
     "tau",
+    "inspect",
     "measure",
+    "capacity",
     "bench",
 )
 """Modules of this package with a ``register(app)`` function, in the order of the help text."""

@@ -176,7 +176,7 @@ def _print(prediction: Capacity, tau: float | None) -> None:
                 ("source", gpu.source),
                 (
                     "weights",
-                    f"{prediction.weight_bytes / gib:.2f} GiB held, {step.weight_bytes / 1e9:.2f} GB read a step (BF16)",
+                    f"{prediction.weight_bytes / gib:.2f} GiB held, {step.weight_bytes / 1e9:.2f} GB a step (BF16)",
                 ),
                 (
                     "KV pool",
