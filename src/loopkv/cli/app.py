@@ -17,6 +17,7 @@ VERBS: tuple[str, ...] = (
     "inspect",
     "measure",
     "capacity",
+    "serve",
     "bench",
 )
 """Modules of this package with a ``register(app)`` function, in the order of the help text."""

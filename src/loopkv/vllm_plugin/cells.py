@@ -37,11 +37,26 @@ WINDOW_LAYER = "loopkv.1.window"
 
 
 class VirtualLayer(AttentionLayerBase):
-    """Owns one cache group of all cells; computes nothing itself."""
+    """Owns one cache group of all cells; computes nothing itself.
 
-    def __init__(self, spec: KVCacheSpec) -> None:
-        self.spec = spec
-        self.kv_cache: Tensor = torch.empty(0, dtype=torch.uint8)
+    Args:
+        spec: the group's cache spec.
+        owner: the cache it is a part of.
+    """
+
+    def __init__(self, spec: KVCacheSpec, owner: CellCache) -> None:
+        self.spec, self.owner = spec, owner
+        self._kv_cache = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """The pool [blocks, ...]; empty until the engine has made it."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, tensor: Tensor) -> None:
+        self._kv_cache = tensor
+        self.owner.on_bind(self)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend that names the cache's shape."""
@@ -68,7 +83,7 @@ class CellCache:
         assert isinstance(dtype, torch.dtype)  # resolved by vLLM before any model is built
         self.dtype = dtype
         self.layout = worker_layout(served.plan, parallel.tensor_parallel_size, self.dtype)
-        self.counters = Counters(counters_path(vllm_config.instance_id, parallel.rank))
+        self.counters = Counters(counters_path(vllm_config.instance_id, parallel.data_parallel_index, parallel.rank))
         self.operators: Operators = make_operators(self.layout, served, self.dtype, device, self.counters)
         window = window_spec(
             self.layout,
@@ -76,7 +91,10 @@ class CellCache:
             in_flight_tokens=request_in_flight_tokens(vllm_config),
             null_leaving=served.chunk_tokens > self.layout.policy.max_exact_chunk_tokens,
         )
-        self.history, self.window = VirtualLayer(history_spec(self.layout, self.dtype)), VirtualLayer(window)
+        self.history = VirtualLayer(history_spec(self.layout, self.dtype), self)
+        self.window = VirtualLayer(window, self)
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._speaks = parallel.rank == 0
         self._step: Step | None = None
         self._step_metadata: GroupMetadata | None = None
         context = vllm_config.compilation_config.static_forward_context
@@ -84,7 +102,21 @@ class CellCache:
             if name in context:
                 raise ValueError(f"duplicate layer name {name}")
             context[name] = layer
-        self.history.owner = self  # type: ignore[attr-defined]
+
+    @property
+    def pool(self) -> Tensor:
+        """Every block of the engine's pool: [blocks, block_bytes] uint8."""
+        return self.history.kv_cache.view(torch.uint8)
+
+    def on_bind(self, layer: VirtualLayer) -> None:
+        """Note the size of the pool and write the start-up line once the engine has made it."""
+        if layer is not self.history or not layer.kv_cache.numel():
+            return
+        blocks = int(self.pool.shape[0]) - 1  # block 0 is the null block
+        self.counters.set("pool_blocks", blocks)
+        self.counters.flush()
+        if self._speaks:
+            logger.info(startup_line(self.served, self.layout, blocks, self._max_model_len))
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One cell of the current step; the first cell also codes the pages that leave.
@@ -103,10 +135,28 @@ class CellCache:
         assert isinstance(history, GroupMetadata) and isinstance(window, GroupMetadata)
         if cell == 0:
             self._step_metadata = history
-            self._step = make_step(self.history.kv_cache.view(torch.uint8), history, window)
+            self._step = make_step(self.pool, history, window)
             self.operators.code_leaving_pages(self._step)
         assert self._step is not None and self._step_metadata is history, "a step begins with cell 0"
         self.operators.attend(cell, q, k, v, out, self._step)
+
+
+def startup_line(served: ServedPlan, layout: Layout, blocks: int, max_model_len: int) -> str:
+    """What is being served, in one line: plan, bytes per token beside BF16, concurrency, prefill mode."""
+    plan = served.plan
+    mine = plan.footprint_at(layout.exact_itemsize)
+    exact = 2 * plan.fingerprint.geometry.kv_heads * plan.fingerprint.geometry.head_dim * layout.exact_itemsize
+    exact *= len(plan.fingerprint.geometry.cells)
+    lengths = sorted({n for n in (2048, 8192, 32768) if n < max_model_len} | {max_model_len})
+    fits = ", ".join(f"{blocks // max(1, layout.request_bytes(n) // layout.block_bytes)} of {n:,}" for n in lengths)
+    precision = "both value planes" if plan.tau is None else f"V precision tau {plan.tau:g} ({served.seed} seed)"
+    return (
+        f"LoopKV plan {plan.name!r} ({plan.sha256[:12]}): history stores {mine.stored_bytes:,} and reads "
+        f"{mine.read_bytes:,} bytes a token ({mine.stored_bytes / exact:.1%} and {mine.read_bytes / exact:.1%} of "
+        f"exact KV), {precision}; {blocks:,} blocks of {layout.block_bytes:,} bytes "
+        f"({layout.history_block_tokens} history or {layout.window_block_tokens} exact tokens): requests resident at "
+        f"once: {fits} tokens; prefill {served.describe_prefill}"
+    )
 
 
 def worker_layout(plan: Plan, tensor_parallel: int, dtype: torch.dtype) -> Layout:

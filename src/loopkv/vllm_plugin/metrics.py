@@ -7,12 +7,12 @@ Worker and server share a machine; on other nodes the counters stay in the worke
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import mmap
 import os
 import struct
 import tempfile
-import time
 from pathlib import Path
 
 from loopkv.errors import LoopKVError
@@ -22,20 +22,19 @@ COUNTERS: dict[str, str] = {
     "clamped_values": "keys and values that were NaN or beyond fp16 when their page was coded",
     "hot_values": "history tokens per kv head that decode steps read with both value planes (V precision)",
     "decode_values": "history tokens per kv head that decode steps read under V precision",
-    "history_pages": "history pages read by the requests of the latest step (a shared prefix counts per request)",
-    "history_blocks": "blocks of the pool",
+    "history_pages": "history pages of the requests of the latest step (a shared prefix counts per request)",
+    "pool_blocks": "blocks that the pool can hand out",
 }
 """Names in the order of the file: one unsigned 64-bit integer each, behind the header."""
 
 _HEADER = struct.Struct("<8sQ")
 _MAGIC = b"loopkv01"
 _BYTES = _HEADER.size + 8 * len(COUNTERS)
-_FLUSH_SECONDS = 0.2
 
 
-def counters_path(instance_id: str, rank: int) -> Path:
-    """File of one worker of an engine."""
-    return Path(tempfile.gettempdir()) / f"loopkv-{os.getuid()}-{instance_id}-{rank}.counters"
+def counters_path(instance_id: str, engine: int, rank: int) -> Path:
+    """File of one worker (``rank``) of one engine of a server (several with data parallelism)."""
+    return Path(tempfile.gettempdir()) / f"loopkv-{os.getuid()}-{instance_id}-{engine}-{rank}.counters"
 
 
 class Counters:
@@ -46,8 +45,8 @@ class Counters:
 
     def __init__(self, path: Path | None = None) -> None:
         self.values = dict.fromkeys(COUNTERS, 0)
-        self._path, self._map = path, None
-        self._flushed_at = 0.0
+        self._path = path
+        self._map: mmap.mmap | None = None
         if path is None:
             return
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
@@ -63,7 +62,8 @@ class Counters:
         finally:
             os.close(handle)
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, os.getpid())
-        self.flush(force=True)
+        atexit.register(self.close)
+        self.flush()
 
     def add(self, name: str, amount: int) -> None:
         """Count ``amount`` more."""
@@ -73,13 +73,10 @@ class Counters:
         """Set a gauge."""
         self.values[name] = value
 
-    def flush(self, *, force: bool = False) -> None:
-        """Publish, a few times a second at most."""
-        now = time.monotonic()
-        if self._map is None or (not force and now - self._flushed_at < _FLUSH_SECONDS):
-            return
-        self._flushed_at = now
-        self._map[_HEADER.size :] = struct.pack(f"<{len(COUNTERS)}Q", *self.values.values())
+    def flush(self) -> None:
+        """Publish (a memory write of a few bytes)."""
+        if self._map is not None:
+            self._map[_HEADER.size :] = struct.pack(f"<{len(COUNTERS)}Q", *self.values.values())
 
     def close(self) -> None:
         """Remove the file."""

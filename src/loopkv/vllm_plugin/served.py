@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -50,9 +49,8 @@ def load_plan(settings: ServeSettings, fingerprint: Fingerprint) -> Plan:
         PlanFormatError, PlanVersionError: a broken or foreign file.
         UnsupportedError: an unknown name.
     """
-    path = Path(settings.plan)
-    if path.suffix == ".json" or "/" in settings.plan or path.exists():
-        return Plan.load(path)
+    if settings.names_file:
+        return Plan.load(settings.plan)
     from loopkv.planner.named import named_plan
 
     return named_plan(settings.plan, fingerprint)

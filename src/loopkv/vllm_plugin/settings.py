@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -35,6 +36,12 @@ class ServeSettings(BaseModel):
     prefill: Literal["exact", "fast"] = "exact"
     seed: Literal["sink", "timed", "none"] = "sink"
     accept_weights: bool = False
+
+    @property
+    def names_file(self) -> bool:
+        """Whether ``plan`` is a path rather than the name of a hand-made plan."""
+        path = Path(self.plan)
+        return path.suffix == ".json" or "/" in self.plan or path.exists()
 
 
 def read_settings(additional_config: object) -> ServeSettings | None:

@@ -1,0 +1,41 @@
+"""``loopkv serve``: start ``vllm serve`` with a plan."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "serve",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        epilog="Example: loopkv serve ./Ouro-1.4B --plan plan.json --port 8000 --max-model-len 32768",
+    )
+    def serve(
+        context: typer.Context,
+        model: str = typer.Argument(..., help="Model folder, or a Hugging Face name."),
+        plan: str = typer.Option(..., "--plan", help="Plan file, or a named plan such as kivi4."),
+        prefill: str = typer.Option(
+            "exact", help="exact: output never depends on chunking. fast: longer chunks for plans with shared cells."
+        ),
+        seed_mode: str = typer.Option("sink", help="Start of the V-precision maximum: sink, timed or none."),
+        accept_weights: bool = typer.Option(False, help="Accept a plan profiled on a sibling checkpoint."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Print the vllm command and stop."),
+    ) -> None:
+        """Serve MODEL through the OpenAI API with vLLM; every other option is handed to `vllm serve`."""
+        import os
+        import shlex
+
+        from loopkv.vllm_plugin.command import serve_command
+        from loopkv.vllm_plugin.settings import SETTINGS_KEY, read_settings
+
+        settings = read_settings(
+            {SETTINGS_KEY: {"plan": plan, "prefill": prefill, "seed": seed_mode, "accept_weights": accept_weights}}
+        )
+        assert settings is not None
+        command = serve_command(model, settings, context.args)
+        typer.echo(f"$ {shlex.join(command)}", err=not dry_run)
+        if not dry_run:
+            os.execvp(command[0], command)
