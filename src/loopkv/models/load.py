@@ -108,6 +108,24 @@ def load_model(
     )
 
 
+def resolve_device(name: str) -> torch.device:
+    """The device called ``name`` (cpu, cuda, cuda:1), if this machine has it.
+
+    Raises:
+        UnsupportedError: no such device.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        raise UnsupportedError(
+            "device", got=f"{name!r} ({str(problem).splitlines()[0][:80]})", wanted="cpu, or cuda where there is one"
+        ) from None
+    if device.type not in {"cpu", "cuda"}:
+        raise UnsupportedError("device", got=repr(name), wanted="cpu or cuda")
+    return device
+
+
 def _take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], folder: Path) -> Tensor:
     if name not in tensors:
         raise ModelFormatError(f"weights of {folder}", got=f"no tensor {name}", wanted=f"shape {list(shape)}")

@@ -217,35 +217,36 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0, level: float = 0.
     return float(low), float(high)
 
 
-def measurement_records(results: Sequence[PlanMeasurement], documents: Sequence[Document], seed: int) -> list[Record]:
-    """Records of measurements: KL in nats/token and top-1 agreement, per document as samples."""
+def measurement_records(results: Sequence[PlanMeasurement], seed: int) -> list[Record]:
+    """One Record ``quality.kl_nats`` per plan; samples are documents."""
     records = []
     for result in results:
         plan, footprint = result.plan, result.plan.footprint
         settings = {
-            "plan": plan.name,
-            "tau": plan.tau,
-            "documents": len(documents),
-            "documents_sha256": result.measured.documents_sha256,
+            "arm": plan.name,
+            "ci95": list(result.measured.kl_ci95_nats),
+            "top1": result.measured.top1_agreement,
             "predicted_nats": None if plan.predicted is None else plan.predicted.damage_nats,
-            "ratio": result.ratio,
-            "ci95_nats": list(result.measured.kl_ci95_nats),
             "stored_bytes": footprint.stored_bytes,
             "read_bytes": footprint.read_bytes,
+            "documents": len(result.kl_nats),
+            "documents_sha256": result.measured.documents_sha256,
+            "activations": "fp32",
+            "tau": plan.tau,
             "hot_share_by_loop": list(result.loop_hot_share()),
         }
-        common = {
-            "settings": settings,
-            "plan_sha256": plan.sha256,
-            "model": plan.fingerprint.name,
-            "weights_sha256": plan.fingerprint.weights_sha256,
-            "seed": seed,
-        }
         records.append(
-            make_record("measure.kl", result.measured.kl_nats, "nats/token", samples=result.kl_nats, **common)
-        )
-        records.append(
-            make_record("measure.top1", result.measured.top1_agreement, "share", samples=result.agreement, **common)
+            make_record(
+                "quality.kl_nats",
+                result.measured.kl_nats,
+                "nats",
+                samples=result.kl_nats,
+                settings=settings,
+                plan_sha256=plan.sha256,
+                model=plan.fingerprint.name,
+                weights_sha256=plan.fingerprint.weights_sha256,
+                seed=seed,
+            )
         )
     return records
 
