@@ -181,6 +181,13 @@ _KINDS = (
         ("plans",),
         "log-log Pearson correlation of predicted and measured KL over plans",
     ),
+    RecordKind(
+        "additivity.budget",
+        "x",
+        ("arm", "baseline", "stored_bytes", "read_bytes"),
+        ("documents", "family", "planner_nats", "baseline_nats"),
+        "measured KL of the planner's plan within a budget over that of the best hand-made plan that fits",
+    ),
 )
 
 RECORD_KINDS: dict[str, RecordKind] = {kind.name: kind for kind in _KINDS}

@@ -90,7 +90,7 @@ def collect(
                 prompts=prompts,
                 seed=request.seed,
                 policy=policy,
-                on_generated=lambda done, total: report(done, total, "tokens"),
+                on_generated=lambda done, total, attempt: report(done, total, f"tokens, batch {attempt}"),
             )
         source = f"{model.name}'s own text (seed {request.seed})"
     tokens = sum(len(document.ids) for document in selection.documents)

@@ -21,8 +21,8 @@ from loopkv.profiler.documents import Document, Selection, check_max_tokens, min
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OnGenerated = Callable[[int, int], None]
-"""``on_generated(tokens, total)``: positions generated so far, of at most ``total``."""
+OnGenerated = Callable[[int, int, int], None]
+"""``on_generated(tokens, total, attempt)``: positions of the running batch written so far, of at most ``total``."""
 
 
 def read_prompts(path: Path | str) -> list[str]:
@@ -83,7 +83,7 @@ def own_documents(
 
         def report(position: int, attempt: int = attempt) -> None:
             if on_generated is not None:
-                on_generated(attempt * tokens + position, attempts * tokens)
+                on_generated(position, tokens, attempt + 1)
 
         for ids in _generate(model, batch, tokens, temperature, generator, report):
             written += 1

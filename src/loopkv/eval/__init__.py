@@ -1,0 +1,1 @@
+"""What a plan does to answers and predictions."""
