@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Section = Literal["prelude", "loop", "coda"]
+MAX_CELLS = 1 << 16
 
 
 class Cell(NamedTuple):
@@ -48,6 +49,9 @@ class Geometry(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        layers = self.loops * self.layers + self.prelude_layers + self.coda_layers
+        if layers > MAX_CELLS:  # checked before anything lists them: a small hostile file must not fill the memory
+            raise ValueError(f"{layers} cells, at most {MAX_CELLS} are supported")
         if self.query_heads % self.kv_heads:
             raise ValueError(f"query_heads ({self.query_heads}) must be a multiple of kv_heads ({self.kv_heads})")
         for name, layers, sliding in (

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from loopkv.artifacts.fingerprint import Fingerprint
 from loopkv.artifacts.storage import digest, parse_artifact, read_json, to_json, write_atomically
-from loopkv.errors import ProfileFormatError
-from loopkv.options import OPTIONS
+from loopkv.errors import LoopKVError, ProfileFormatError
+from loopkv.options import OPTIONS, get_option
 from loopkv.policy import Policy
 
 FloatArray = npt.NDArray[np.float64]
@@ -61,8 +61,12 @@ class Profile(BaseModel):
         if not self.damage_nats:
             raise ValueError("damage_nats lists no option")
         for name, table in (*self.damage_nats.items(), *self.changed.items()):
-            if name not in OPTIONS or name == "bf16":
-                raise ValueError(f"unknown option {name!r}; wanted {', '.join(o for o in OPTIONS if o != 'bf16')}")
+            try:
+                get_option(name)
+            except LoopKVError as error:
+                raise ValueError(str(error)) from None
+            if name == "bf16":
+                raise ValueError("bf16 damages nothing and is not listed")
             if len(table) != cells:
                 raise ValueError(f"{name}: {len(table)} cells, the geometry has {cells}")
             for index, row in enumerate(table):

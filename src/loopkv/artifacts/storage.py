@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,21 +47,38 @@ def read_json(path: Path, error: type[LoopKVError], what: str) -> dict[str, Any]
     """The JSON object in ``path``; anything else raises ``error`` with one clear sentence."""
     path = Path(path)
     try:
-        if path.is_dir():
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
             raise error(f"{what} {path}", got="a directory", wanted="a JSON file")
-        if path.stat().st_size > MAX_ARTIFACT_BYTES:
-            raise error(f"{what} {path}", got=f"{path.stat().st_size} bytes", wanted=f"<= {MAX_ARTIFACT_BYTES}")
-        text = path.read_bytes().decode("utf-8")
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device may never end
+            raise error(f"{what} {path}", got="a pipe or device", wanted="a regular file")
+        with path.open("rb") as file:
+            content = file.read(MAX_ARTIFACT_BYTES + 1) if status.st_size <= MAX_ARTIFACT_BYTES else None
+        if content is None or len(content) > MAX_ARTIFACT_BYTES:
+            raise error(f"{what} {path}", got=f"{status.st_size} bytes", wanted=f"<= {MAX_ARTIFACT_BYTES}")
+        text = content.decode("utf-8")
     except UnicodeDecodeError:
         raise error(f"{what} {path}", got="bytes that are not UTF-8", wanted="a JSON file") from None
     except OSError as problem:
         raise error(f"{what} {path}", got=problem.strerror, wanted="a readable JSON file") from None
+    except ValueError as problem:  # a null byte in the path
+        raise error(f"{what} {str(path)!r}", got=str(problem), wanted="a path") from None
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as problem:
         raise error(f"{what} {path}", got=f"broken JSON ({str(problem)[:80]})", wanted="a JSON object") from None
     if not isinstance(data, dict):
         raise error(f"{what} {path}", got=f"a JSON {type(data).__name__}", wanted="a JSON object")
+    return data
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are distinct: of two values for one key, either may be the one that was meant."""
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:40]!r} twice in one object")
     return data
 
 
@@ -83,11 +101,25 @@ def parse_artifact(model: type[_Model], data: dict[str, Any], error: type[LoopKV
     except (ValidationError, ValueError) as problem:
         if not isinstance(problem, ValidationError):
             raise error(what, got=str(problem)[:200]) from None
-        first = problem.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "file"
-        raise error(
-            f"{what}: {where}", got=repr(first.get("input"))[:80], wanted=first["msg"].removeprefix("Value error, ")
-        ) from None
+        raise _first_fault(problem, error, what) from None
+
+
+def _first_fault(problem: ValidationError, error: type[LoopKVError], what: str) -> LoopKVError:
+    """The first broken field as one sentence; what our own validators say needs no dump of the whole object."""
+    first = problem.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    place = f"{what}: {where}" if where else what
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return error(f"{place}: {message}")
+    if first["type"] == "missing":
+        return error(place, got="nothing", wanted="this field")
+    if first["type"] == "extra_forbidden":
+        return error(place, got="a field that this release does not know", wanted="none but the schema's")
+    got = repr(first.get("input"))
+    return error(
+        place, got=got if len(got) <= 80 else f"{got[:77]}...", wanted=message.removeprefix("Input should be ")
+    )
 
 
 def to_json(model: BaseModel) -> bytes:
