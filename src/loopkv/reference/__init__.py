@@ -16,6 +16,11 @@ def model_folder() -> Path:
     return _ROOT / MODEL_NAME
 
 
+def heldout_path() -> Path:
+    """File of documents the model was not trained on (JSON lines with ``text``, xz)."""
+    return _ROOT / "heldout.jsonl.xz"
+
+
 def heldout_documents() -> list[str]:
     """Documents the model was not trained on, each of at least 3,000 tokens."""
     return [line["text"] for line in _lines("heldout.jsonl.xz")]

@@ -1,0 +1,59 @@
+"""The plans a demo compares: the planner's two and the hand-made ones of the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loopkv.artifacts import Budget, Plan, Profile
+from loopkv.errors import UnsupportedError
+from loopkv.planner import Frontier, frontier, named_plan
+
+READ_DAMAGE_SHARES = 1.19  # the paper's LoopKV-R budget, in KL_share (section 3.1)
+MEMORY_DAMAGE_SHARES = 2.0  # and its LoopKV-M budget
+MEMORY_STORED_SHARE = 156 / 240  # LoopKV-M stores at most this share of uniform int4 (section 3.1)
+MEMORY_DAMAGE_MARGIN = 1.2  # over the least damage that fits the storage, where the paper's budget does not
+HAND_MADE = ("bf16", "kivi4", "kivi2", "kivi4-share", "int4-int2-share")
+RANDOM = ("random:0", "random:3", "random-share:1", "random-share:4")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlans:
+    """Plans of a demo.
+
+    Args:
+        frontier: of the profile.
+        read, memory: LoopKV-R and LoopKV-M.
+        hand_made: the paper's hand-made plans.
+        random: drawn by seed, to test the prediction on plans that nobody chose.
+    """
+
+    frontier: Frontier
+    read: Plan
+    memory: Plan
+    hand_made: tuple[Plan, ...]
+    random: tuple[Plan, ...]
+
+
+def choose_plans(profile: Profile) -> DemoPlans:
+    """Plan with the paper's budgets; the memory plan's damage budget widens where its storage budget needs it.
+
+    Raises:
+        UnsupportedError: a model of one loop, which has no KL_share and nothing to share.
+    """
+    if profile.kl_share is None:
+        raise UnsupportedError(
+            f"demo of {profile.fingerprint.name}", got="a model of one loop", wanted="a looped model"
+        )
+    table = frontier(profile)
+    fingerprint = profile.fingerprint
+    uniform = named_plan("kivi4", fingerprint, profile=profile)
+    stored = int(MEMORY_STORED_SHARE * uniform.footprint.stored_bytes)
+    least = table.damage_nats[table.stored_bytes <= stored].min()
+    damage = max(MEMORY_DAMAGE_SHARES * profile.kl_share, MEMORY_DAMAGE_MARGIN * float(least))
+    return DemoPlans(
+        frontier=table,
+        read=table.plan(Budget(goal="read", max_damage_nats=READ_DAMAGE_SHARES * profile.kl_share)),
+        memory=table.plan(Budget(goal="memory", max_damage_nats=damage, max_stored_bytes=stored)),
+        hand_made=tuple(named_plan(name, fingerprint, profile=profile) for name in HAND_MADE),
+        random=tuple(named_plan(name, fingerprint, profile=profile) for name in RANDOM),
+    )
