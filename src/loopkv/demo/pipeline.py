@@ -196,7 +196,7 @@ def _measure(
 def _samples(
     model: LoopedModel, tokenizer: PreTrainedTokenizerBase, document: Document, plans: DemoPlans
 ) -> tuple[Sample, ...]:
-    prompt = tokenizer.decode(list(document.ids[:SAMPLE_PROMPT_TOKENS]))
+    prompt = str(tokenizer.decode(list(document.ids[:SAMPLE_PROMPT_TOKENS])))
     arms: list[Plan] = [plans.hand_made[0], plans.read, plans.memory]
     texts = tuple(
         (plan.name, generate(model, tokenizer, [prompt], plan, max_tokens=SAMPLE_TOKENS).completions[0].text)
