@@ -17,6 +17,7 @@ DEFAULT_UTILIZATION = 0.92  # vLLM 0.26: CacheConfig.gpu_memory_utilization
 # Activations, graphs and context outside the pool: the paper's RTX PRO 4500 run (appendix H) has 24.5 GiB for KV at
 # utilization 0.90 of 31.4 GiB with 2.7 GiB of weights.
 DEFAULT_RESERVE_BYTES = GIB
+MAX_CONTEXT_TOKENS = 1 << 24
 STOCK_BLOCK_TOKENS = 16  # vLLM's default KV block on CUDA
 WEIGHT_ITEMSIZE = 2  # BF16
 
@@ -94,8 +95,8 @@ def predict_capacity(
         PlanMismatchError: a plan for another geometry.
         LoopKVError: weights that do not fit, or numbers out of range.
     """
-    if context_tokens < 1:
-        raise LoopKVError("context", got=context_tokens, wanted="at least 1 token")
+    if not 1 <= context_tokens <= MAX_CONTEXT_TOKENS:
+        raise LoopKVError("context", got=f"{context_tokens} tokens", wanted=f"1 to {MAX_CONTEXT_TOKENS}")
     if hot_share is not None and not 0 <= hot_share <= 1:
         raise LoopKVError("hot share", got=hot_share, wanted="a number from 0 to 1")
     if not 0 < utilization <= 1:
