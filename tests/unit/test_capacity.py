@@ -97,7 +97,7 @@ def test_the_papers_served_peaks(context: int, plan: str, batch: int, tokens_per
     )
     arm = found.arms[-1]
     assert arm.requests == batch
-    assert arm.tokens_per_s == pytest.approx(tokens_per_s, rel=0.07)  # 0.934 to 0.999 of the measured
+    assert arm.tokens_per_s == pytest.approx(tokens_per_s, rel=0.07)  # 0.936 to 0.966 of the measured
 
 
 def test_t_fix_scales_with_the_cells() -> None:

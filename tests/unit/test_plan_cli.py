@@ -233,7 +233,15 @@ def test_inspect_decades(cli: Cli, tmp_path: Path) -> None:
     shape = geometry(1, len(damages))
     profile(lambda option, cell: damages[cell], shape, options=("int4",), kl_share=None).save(tmp_path / "p.json")
     row = next(line for line in cli("inspect", tmp_path / "p.json").out.splitlines() if line.startswith("loop 1  0"))
-    assert row.split()[2:] == ["0", "0", "1", "4", "4", "4", ".", ".", "."]
+    assert row.split()[2:] == ["0", "0", "1", "4", "4", "4", "9", ".", "."]
+
+
+def test_inspect_small_models_in_numbers(cli: Cli, tmp_path: Path) -> None:
+    profile(lambda option, cell: (cell + 1) * 1e-5, geometry(2, 4)).save(tmp_path / "p.json")
+    rows = [line.split()[2:] for line in cli("inspect", tmp_path / "p.json").out.splitlines() if line[:5] == "loop "]
+    # Two rows of sums, then two of cells for each of int4, int2, share.
+    assert rows[2] == ["1.0e-05", "2.0e-05", "3.0e-05", "4.0e-05"]
+    assert rows[-1] == [".", ".", ".", "."]
 
 
 def test_inspect_errors_are_one_sentence(cli: Cli, tmp_path: Path) -> None:

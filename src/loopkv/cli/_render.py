@@ -18,6 +18,7 @@ from loopkv.planner import CORRECTION_WITH_SHARES, CORRECTION_WITHOUT_SHARES, co
 
 WIDTH = 80
 _LABEL = 8  # columns of "loop 12 "
+WIDE_LAYERS = 8  # damages are printed as numbers up to so many layers
 _LETTERS = {"bf16": "B", "int4": "4", "int2": "2", "share": "s"}
 _COLOURS = {"bf16": "bold green", "int4": "cyan", "int2": "yellow", "share": "magenta"}
 # Decades of damage, heavy to light.
@@ -35,10 +36,13 @@ def kib(count: float) -> str:
     return f"{count / 1024:.4g} KiB" if count >= 1024 else f"{count:g} B"
 
 
-def grid(geometry: Geometry, mark: Callable[[int], tuple[str, str]]) -> list[Text]:
-    """Rows of loops over columns of layers; ``mark(cell) -> (letter, style)``. Wide models wrap by layers."""
-    wide = _LABEL + 2 * geometry.layers <= WIDTH
-    step = 2 if wide else 1
+def grid(geometry: Geometry, mark: Callable[[int], tuple[str, str]], step: int | None = None) -> list[Text]:
+    """Rows of loops over columns of layers; ``mark(cell) -> (text, style)``. Wide models wrap by layers.
+
+    ``step`` is the columns of a cell; by default one letter and a blank, or the letter alone where that fits the line.
+    """
+    if step is None:
+        step = 2 if _LABEL + 2 * geometry.layers <= WIDTH else 1
     per_row = (WIDTH - _LABEL) // step
     index: dict[tuple[str, int, int], int] = {(c.section, c.loop, c.layer): i for i, c in enumerate(geometry.cells)}
     lines: list[Text] = []
@@ -58,7 +62,7 @@ def grid(geometry: Geometry, mark: Callable[[int], tuple[str, str]]) -> list[Tex
         ruler = ["layer".ljust(_LABEL), *" " * (step * len(layers))]
         for layer in layers:
             number = str(layer + 1)
-            if layer == first or (layer + 1) % 5 == 0:
+            if layer == first or (layer + 1) % 5 == 0 or step > 2:
                 at = 1 + step * (layer - first)
                 ruler[at : at + len(number)] = number
         lines.append(Text("".join(ruler).rstrip(), style="dim", no_wrap=True))
@@ -80,16 +84,33 @@ def options_grid(geometry: Geometry, options: Sequence[str]) -> list[Text]:
 
 
 def damage_grid(geometry: Geometry, damages: Sequence[float | None]) -> list[Text]:
-    """Decade of every cell's damage: ``4`` stands for 1e-5 to 1e-4; ``.`` for none measured or below 1e-10."""
+    """Damages in nats where the layers fit the line; else their decade: ``4`` stands for 1e-5 to 1e-4.
+
+    ``.`` marks what was not measured and, as a decade, what lies below 1e-10.
+    """
+    if geometry.layers <= WIDE_LAYERS:
+        return grid(geometry, lambda cell: _number(damages[cell]), step=9)
 
     def mark(cell: int) -> tuple[str, str]:
         damage = damages[cell]
         if damage is None or damage < 1e-10:
             return ".", "dim"
-        decade = max(0, math.floor(-math.log10(damage)))
-        return (str(decade), _HEAT[decade]) if decade < 10 else (".", "dim")
+        decade = min(9, _decade(damage))
+        return str(decade), _HEAT[decade]
 
     return grid(geometry, mark)
+
+
+def _decade(damage: float) -> int:
+    """0 for 0.1 and above, 1 for 0.01 to 0.1 and so on."""
+    return 99 if damage <= 0 else max(0, math.floor(-math.log10(damage)))
+
+
+def _number(damage: float | None) -> tuple[str, str]:
+    if damage is None:
+        return ".", "dim"
+    decade = _decade(damage)
+    return f"{damage:.1e}", _HEAT[decade] if decade <= 9 else "dim"
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
@@ -220,7 +241,8 @@ def print_profile(profile: Profile, warnings: Sequence[str], out: Console) -> No
     out.print(table)
     for name in names:
         out.print()
-        out.print(Text(f"damage of {name} by decade (4 = 1e-5 to 1e-4 nats, . = below 1e-10 or none)", style="dim"))
+        decades = "" if geometry.layers <= WIDE_LAYERS else " by decade (4 = 1e-5 to 1e-4, . = below 1e-10 or none)"
+        out.print(Text(f"damage of {name}, nats{decades}", style="dim"))
         for line in damage_grid(geometry, profile.damage(name)):
             out.print(line)
     print_warnings(warnings, out)
