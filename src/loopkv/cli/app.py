@@ -16,9 +16,12 @@ VERBS: tuple[str, ...] = (
     "tau",
     "inspect",
     "measure",
+    "generate",
+    "eval",
     "capacity",
     "serve",
     "bench",
+    "demo",
 )
 """Modules of this package with a ``register(app)`` function, in the order of the help text."""
 

@@ -24,7 +24,6 @@ from loopkv.artifacts import Fingerprint, Plan
 from loopkv.codec import decode_keys, decode_values
 from loopkv.engine.attention import KV, cold_attention, policy_attention, work_dtype
 from loopkv.engine.paged_cache import CachedRequest, PagedCache, SavedRequest, Span, peak_blocks
-from loopkv.engine.whole_sequence import HotCount
 from loopkv.errors import LoopKVError, UnsupportedError
 from loopkv.layout import Layout, lay_out
 from loopkv.models.base import LoopedModel, run_cells
@@ -35,6 +34,14 @@ class NewTokens(NamedTuple):
 
     request: CachedRequest
     ids: Sequence[int]
+
+
+@dataclass(slots=True)
+class HotReads:
+    """(kv head, history token) pairs that decode rows read under V precision, and how many read both value planes."""
+
+    hot: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class PagedEngine:
         self.model, self.plan, self.policy = model, plan, plan.policy
         self.layout = layout or lay_out(plan, exact_itemsize=model.dtype.itemsize)
         self.cache = cache_class(self.layout, model.dtype, blocks, model.device, fill_byte)
-        self.hot = HotCount()
+        self.hot = HotReads()
         self._shares = plan.shares
 
     @property
