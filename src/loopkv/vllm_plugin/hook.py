@@ -164,6 +164,7 @@ def model_fingerprint(model_config: ModelConfig) -> Fingerprint:
     from loopkv.models.ouro import ouro_geometry
 
     config = parse_ouro_config(model_config.hf_config.to_dict(), f"config of {model_config.model}")
+    _ = config.rope_base  # refuses scaled RoPE: no plan was profiled with it
     return Fingerprint(name=str(model_config.model)[:512], geometry=ouro_geometry(config))
 
 

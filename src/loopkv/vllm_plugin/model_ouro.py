@@ -17,18 +17,24 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from loopkv.geometry import Cell, Geometry
+from loopkv.models.config import parse_ouro_config
 from loopkv.vllm_plugin.cells import CellCache
 from loopkv.vllm_plugin.served import get_served
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import VllmConfig
+
+
+def rotary_base(config: PretrainedConfig) -> float:
+    """Base of the plain RoPE (the config hook has refused any other kind)."""
+    return parse_ouro_config(config.to_dict(), "model config").rope_base
 
 
 class OuroMLP(nn.Module):
@@ -53,10 +59,25 @@ class OuroMLP(nn.Module):
         return out
 
 
+class ExactRotary(RotaryEmbedding):
+    """Plain RoPE with angles in fp64.
+
+    In fp32 an angle at position 2,000 is wrong by up to 1e-4 radians, more than everything else that a served key
+    differs by from the one the plan was profiled with.
+    """
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        frequency = self.base ** -(torch.arange(0, self.rotary_dim, 2, dtype=torch.float64) / self.rotary_dim)
+        angles = torch.outer(torch.arange(self.max_position_embeddings, dtype=torch.float64), frequency)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+
+
 class OuroAttention(nn.Module):
     """Projections and RoPE of one layer; its cells share the weights and differ in their cache."""
 
-    def __init__(self, config: PretrainedConfig, geometry: Geometry, layer: int, prefix: str) -> None:
+    def __init__(
+        self, config: PretrainedConfig, geometry: Geometry, rotary: ExactRotary, layer: int, prefix: str
+    ) -> None:
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
         self.head_dim = geometry.head_dim
@@ -73,9 +94,7 @@ class OuroAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             geometry.query_heads * geometry.head_dim, config.hidden_size, bias=False, prefix=f"{prefix}.o_proj"
         )
-        self.rotary_emb = get_rope(
-            geometry.head_dim, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
-        )
+        self.rotary_emb = rotary
 
     def forward(self, positions: Tensor, hidden: Tensor, loop: int) -> Tensor:
         """Attention of cell (loop, layer): [T, E] to [T, E]."""
@@ -98,9 +117,11 @@ class OuroAttention(nn.Module):
 class OuroDecoderLayer(nn.Module):
     """``x += norm2(attention(norm(x)))``, then the same around the MLP."""
 
-    def __init__(self, config: PretrainedConfig, geometry: Geometry, layer: int, prefix: str) -> None:
+    def __init__(
+        self, config: PretrainedConfig, geometry: Geometry, rotary: ExactRotary, layer: int, prefix: str
+    ) -> None:
         super().__init__()
-        self.self_attn = OuroAttention(config, geometry, layer, f"{prefix}.self_attn")
+        self.self_attn = OuroAttention(config, geometry, rotary, layer, f"{prefix}.self_attn")
         self.mlp = OuroMLP(config, f"{prefix}.mlp")
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.input_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -131,8 +152,17 @@ class OuroModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
         )
+        rotary = ExactRotary(
+            geometry.head_dim,
+            geometry.head_dim,
+            config.max_position_embeddings,
+            rotary_base(config),
+            is_neox_style=True,
+            dtype=torch.get_default_dtype(),
+        )
         self.layers = nn.ModuleList(
-            OuroDecoderLayer(config, geometry, layer, f"{prefix}.layers.{layer}") for layer in range(geometry.layers)
+            OuroDecoderLayer(config, geometry, rotary, layer, f"{prefix}.layers.{layer}")
+            for layer in range(geometry.layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 

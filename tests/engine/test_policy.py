@@ -1,0 +1,162 @@
+"""What the engine serves is the reference policy, position by position, in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import PLANS
+from harness import plain
+
+from loopkv.codec import encode_keys, encode_values
+from loopkv.codec.pages import unpack_page
+from loopkv.engine.paged_engine import NewTokens, PagedEngine, pool_blocks
+from loopkv.engine.whole_sequence import sequence_logits
+from loopkv.vllm_plugin.cells import HISTORY_LAYER
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 2000
+FIRST_CODED = 319
+BOUNDARY = 1e-4
+"""How close to a rounding boundary, in code steps, fp32 noise may flip a code."""
+
+
+@pytest.fixture(scope="module", params=["bf16","int4","int2","memory"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plan(plans, name):
+    return plans[name]
+
+
+@pytest.fixture(scope="module")
+def engine(engines, name):
+    return engines.get(name)
+
+
+@pytest.fixture(scope="module")
+def expected(reference, documents, plan):
+    """Log-probabilities [T, V] of the whole-sequence policy, every position read as prefill reads it."""
+    ids = torch.tensor([documents[0][:TOKENS]])
+    return torch.log_softmax(sequence_logits(reference, ids, plan.cell_options, plan.policy)[0].double(), dim=-1)
+
+
+def differences(served: dict[int, float], expected: torch.Tensor) -> torch.Tensor:
+    """|served - expected| over the tokens the engine reported."""
+    tokens = torch.tensor(list(served))
+    return (torch.tensor(list(served.values()), dtype=torch.float64) - expected[tokens].double()).abs()
+
+
+def check_beyond(found: torch.Tensor, name: str) -> None:
+    """fp32 rounding flips a few codes, so beyond position 319 the bound of 1e-2 holds for all but single rare tokens.
+
+    The reference moves as much by itself: up to 2.6e-2 between fp32 in blocks of 64 and fp64 on this document. Without
+    codes nothing can flip; ``test_codes`` injects them and finds 1e-4 everywhere.
+    """
+    assert float(found.mean()) < (1e-5 if name == "bf16" else 1.5e-3)
+    assert float(found.quantile(0.99)) < (1e-4 if name == "bf16" else 1e-2)
+
+
+def test_prompt_logprobs_at_every_position(engine, documents, expected, name):
+    engine.forget()
+    output = engine.generate([documents[0][:TOKENS]], prompt_logprobs=20)[0]
+    found = [
+        differences(entry, expected[position]) for position, entry in enumerate(output.prompt_logprobs[1:])
+    ]
+    print(name, [float(torch.cat(found[FIRST_CODED:]).quantile(q)) for q in (0.5, 0.9, 0.99, 1)])
+    assert float(torch.cat(found[:FIRST_CODED]).max()) < 1e-4
+    check_beyond(torch.cat(found[FIRST_CODED:]), name)
+
+
+def test_edges_of_sink_window_page_and_block(engine, documents, expected, name):
+    layout = engine.cache.layout
+    edges = {1, 32, 256, 288, 320, 352, layout.window_block_tokens, layout.history_block_tokens + 256 + 32, 640, 1024}
+    lengths = sorted({n for edge in edges for n in (edge - 1, edge, edge + 1) if n >= 1})
+    engine.forget()
+    outputs = engine.generate([documents[0][:n] for n in lengths])
+    before = [differences(o.logprobs[0], expected[n - 1]) for n, o in zip(lengths, outputs, strict=True) if n < 320]
+    beyond = [differences(o.logprobs[0], expected[n - 1]) for n, o in zip(lengths, outputs, strict=True) if n >= 320]
+    assert float(torch.cat(before).max()) < 1e-4
+    check_beyond(torch.cat(beyond), name)
+    engine.check_idle()
+
+
+def test_codes_and_what_is_read_with_the_same_codes(engine, reference, documents, plan, name):
+    """Codes equal but for rounding boundaries; with the served codes injected the reference gives the same logits."""
+    if name == "bf16":
+        return  # no codes: the bound of 1e-4 holds everywhere already
+    tokens = 1100
+    ids = documents[1][:tokens]
+    engine.forget()
+    output, pages = serve_and_dump(engine, ids)
+    paged = PagedEngine(reference, plan, blocks=pool_blocks(engine.cache.layout, [tokens], 256), layout=engine.cache.layout)
+    request = paged.new_request()
+    flips = inject(paged, request, pages)
+    logits = [
+        paged.step([NewTokens(request, ids[a : a + 256])], every_position=True)[0] for a in range(0, tokens, 256)
+    ]
+    expected = torch.log_softmax(torch.cat(logits).double(), dim=-1)
+    reported = [plain(entry) for entry in output.prompt_logprobs[1:]]
+    found = torch.cat([differences(entry, expected[i]) for i, entry in enumerate(reported)])
+    print(name, "injected", float(found.max()), "flips", flips)
+    assert float(found.max()) < 1e-4
+    codes = flips["codes"]
+    assert flips["far_from_boundary"] == 0
+    assert flips["flipped"] < 1e-3 * codes
+
+
+def serve_and_dump(engine, ids):
+    """Serve a prompt; its prompt logprobs, and the bytes of every page of every cell {(cell, page): bytes}."""
+    from vllm import SamplingParams
+
+    llm = engine.llm.llm_engine
+    parameters = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=20, ignore_eos=True, detokenize=False)
+    llm.add_request("dump", {"prompt_token_ids": list(ids)}, parameters)
+    output = None
+    while output is None or not output.outputs[0].token_ids:
+        for output in llm.step():
+            pass
+    layout = engine.cache.layout
+    table = engine.block_table(HISTORY_LAYER, "dump")
+    first, last = (n // layout.policy.page_tokens for n in (layout.policy.sink_tokens, layout.policy.history_end(len(ids))))
+    history = engine.cache.operators.history_view(engine.cache.pool)
+    pages = {}
+    for cell, place in enumerate(layout.cells):
+        if place.option.coded:
+            for page in range(first, last):
+                block, inside = int(table[page // layout.pages_per_block]), page % layout.pages_per_block
+                pages[cell, page] = history[block, inside, place.history_offset :].clone()
+    while llm.has_unfinished_requests():
+        llm.step()
+    return output, pages
+
+
+def inject(paged, request, served):
+    """Make the reference store the served pages; counts how its own codes differ from them."""
+    flips = {"codes": 0, "flipped": 0, "far_from_boundary": 0}
+
+    def encode_pages(cell, struct, pages, keys, values):
+        rows = []
+        for i in range(len(pages)):
+            entry = request.history.index(int(pages.blocks[i]))
+            page = entry * paged.layout.pages_per_block + int(pages.places[i])
+            rows.append(served[cell, page][: struct.nbytes])
+        data = torch.stack(rows)
+        served_keys, served_values = unpack_page(struct, data)
+        own_keys, own_values = encode_keys(keys, struct.bits), encode_values(values, struct.bits, struct.group)
+        for x, own, theirs, spread in (
+            (keys, own_keys, served_keys, lambda s: s.unsqueeze(-3)),
+            (values, own_values, served_values, lambda s: s.repeat_interleave(struct.group, dim=-1)),
+        ):
+            steps = (x - spread(own.zero.float())) / spread(own.scale.float())
+            near = ((steps - steps.floor() - 0.5).abs() < BOUNDARY) | (spread(own.scale != theirs.scale)) | spread(own.zero != theirs.zero)
+            flipped = own.q != theirs.q
+            flips["codes"] += flipped.numel()
+            flips["flipped"] += int(flipped.sum())
+            flips["far_from_boundary"] += int((flipped & ~near).sum())
+        return data
+
+    paged.cache.encode_pages = encode_pages
+    return flips
