@@ -6,22 +6,41 @@ import zlib
 from html.parser import HTMLParser
 
 _BLOCKS = frozenset(
-    "p div section article li ul ol dl dt dd table tr pre blockquote h1 h2 h3 h4 h5 h6 br hr title figure caption "
-    "lb item list l lg entryfree def chapter".split()
-)
-_VOID = frozenset("br hr img input meta link area base col embed source track wbr".split())
-_SKIPPED_TAGS = frozenset("script style nav svg head header footer noscript form button select math".split())
+    {
+        "p", "div", "section", "article", "li", "ul", "ol", "dl", "dt", "dd", "table", "tr", "pre", "blockquote", "h1",
+        "h2", "h3", "h4", "h5", "h6", "br", "hr", "title", "figure", "caption", "lb", "item", "list", "l", "lg",
+        "entryfree", "def", "chapter"
+    }
+)  # fmt: skip
+_VOID = frozenset(
+    {
+        "br", "hr", "img", "input", "meta", "link", "area", "base", "col", "embed", "source", "track", "wbr"
+    }
+)  # fmt: skip
+_SKIPPED_TAGS = frozenset(
+    {
+        "script", "style", "nav", "svg", "head", "header", "footer", "noscript", "form", "button", "select", "math"
+    }
+)  # fmt: skip
 _SKIPPED_CLASSES = frozenset(
-    "sphinxsidebar related footer navheader navfooter headerlink sidebar toc spirit-nav toplang top copyright-footer "
-    "nav-wrapper nav-wide-wrapper menu-bar hidden-toc copyright breadcrumbs innertube up toctree-wrapper contents "
-    "api_metadata srclink mark alt-docs linenos navbar fancy_toc startsearch up-next".split()
-)
-_SKIPPED_IDS = frozenset("toc column2 gtoc quickview preamble path sidebar innertube leftnav sidebarcontent".split())
+    {
+        "sphinxsidebar", "related", "footer", "navheader", "navfooter", "headerlink", "sidebar", "toc", "spirit-nav",
+        "toplang", "top", "copyright-footer", "nav-wrapper", "nav-wide-wrapper", "menu-bar", "hidden-toc", "copyright",
+        "breadcrumbs", "innertube", "up", "toctree-wrapper", "contents", "api_metadata", "srclink", "mark", "alt-docs",
+        "linenos", "navbar", "fancy_toc", "startsearch", "up-next"
+    }
+)  # fmt: skip
+_SKIPPED_IDS = frozenset(
+    {
+        "toc", "column2", "gtoc", "quickview", "preamble", "path", "sidebar", "innertube", "leftnav", "sidebarcontent"
+    }
+)  # fmt: skip
 
 _TYPOGRAPHY = str.maketrans(
     {
         "\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--", "\u2026": "...",
-        "\u00a0": " ", "\u200b": "", "\u00ad": "", "\ufeff": "", "\u2192": "->", "\u00b6": "", "\u2022": "-", "\t": "    ",
+        "\u00a0": " ", "\u200b": "", "\u00ad": "", "\ufeff": "", "\u2192": "->", "\u00b6": "", "\u2022": "-",
+        "\t": "    ",
         "\u2212": "-", "\u2002": " ", "\u2003": " ", "\u2009": " ", "\u21d2": "=>", "\u00b7": "-", "\r": "",
     }
 )  # fmt: skip
@@ -31,7 +50,7 @@ COPYLEFT = re.compile(
     r"Creative Commons Attribution[- ]Share\s?Alike|CC[- ]BY[- ]SA|\bL?GPL(?:v?[23])?\b",
     re.IGNORECASE,
 )
-"""A document that matches is dropped whole: it may quote copyleft text, and a document that only names it is no loss."""
+"""A document that matches is dropped whole: it may quote copyleft text; one that only names it is no loss."""
 
 
 class _TextOf(HTMLParser):

@@ -118,7 +118,7 @@ def build(out: Path, cache: Path, heldout_share: float, exclude_files: list[Path
                     "text_sha256": hashlib.sha256("".join(bundles).encode()).hexdigest(),
                 }
             )
-            print(f"{source.name:22s} {sizes['train'][1] / 1e6:7.2f} MB train {sizes['heldout'][0]:4d} held out", flush=True)
+            print(f"{source.name:22s} {train_bytes / 1e6:7.2f} MB train {len(held):4d} documents held out", flush=True)
     write_jsonl(out / "train.jsonl.xz", train)
     write_jsonl(out / "heldout.jsonl.xz", heldout)
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the corpus")
     parser.add_argument("--cache", type=Path, help="folder for fetched packages (default: OUT/cache)")
     parser.add_argument("--heldout-share", type=float, default=0.02, help="share of documents held out")
-    parser.add_argument("--exclude", type=Path, action="append", default=[], help="JSON lines whose passages are dropped")
+    parser.add_argument("--exclude", type=Path, action="append", default=[], help="drop passages of this file")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     manifest = build(args.out, args.cache or args.out / "cache", args.heldout_share, args.exclude, args.jobs)

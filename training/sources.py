@@ -72,7 +72,7 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source(
         "python", "deb", "python3.11-doc", "PSF-2.0", "Python Software Foundation", "html",
-        ("usr/share/doc/python3.11/html/**/*.html",), _INDEX_PAGES + ("/_sources/",),
+        ("usr/share/doc/python3.11/html/**/*.html",), (*_INDEX_PAGES, "/_sources/"),
     ),
     Source(
         "postgresql", "deb", "postgresql-doc-15", "PostgreSQL", "PostgreSQL Global Development Group", "html",
@@ -93,7 +93,7 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source(
         "llvm", "deb", "llvm-14-doc", "Apache-2.0 WITH LLVM-exception", "LLVM Project", "html",
-        ("usr/share/doc/llvm-14-doc/html/**/*.html",), _INDEX_PAGES + ("/_sources/", "/_static/"),
+        ("usr/share/doc/llvm-14-doc/html/**/*.html",), (*_INDEX_PAGES, "/_sources/", "/_static/"),
     ),
     Source(
         "rust", "deb", "rust-doc", "MIT OR Apache-2.0", "Rust Project Developers", "html",
@@ -106,7 +106,7 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source(
         "django", "deb", "python-django-doc", "BSD-3-Clause", "Django Software Foundation", "html",
-        ("usr/share/doc/python-django-doc/html/**/*.html",), _INDEX_PAGES + ("/_sources/", "/_modules/"),
+        ("usr/share/doc/python-django-doc/html/**/*.html",), (*_INDEX_PAGES, "/_sources/", "/_modules/"),
     ),
     Source(
         "httpd", "deb", "apache2-doc", "Apache-2.0", "Apache Software Foundation", "html",

@@ -11,6 +11,7 @@ import argparse
 import json
 import lzma
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -88,7 +89,7 @@ def pick_words(rows: list[dict], tokenizer: Tokenizer, count: int = 1200) -> lis
     frequency: Counter[str] = Counter()
     sources: dict[str, set[str]] = {}
     for row in rows:
-        words = Counter(w for w in row["text"].split() if w.isascii() and w.isalpha() and w.islower() and 4 <= len(w) <= 10)
+        words = Counter(w for w in row["text"].split() if re.fullmatch("[a-z]{4,10}", w))
         frequency.update(words)
         for word in words:
             sources.setdefault(word, set()).add(row["source"])
