@@ -1,0 +1,264 @@
+"""Compiling the CUDA kernels: just in time with a cache on disk, or ahead of time into the package.
+
+A binary is named by what it was made from (sources, flags, architecture), a cached one by its compiler too, so neither
+is ever stale. Compilation happens aside and the result is renamed into place: processes may race.
+
+    python -m loopkv.kernels.build --list                       what a release carries
+    python -m loopkv.kernels.build --release --output DIR       compile all of it
+    python -m loopkv.kernels.build --head-dim 128 --arch sm_90a compile one into the cache
+
+Environment: ``LOOPKV_JIT=0`` never compiles, ``LOOPKV_CACHE_DIR`` is the cache (default ``~/.cache/loopkv``), ``NVCC``
+names the compiler (default: on the PATH, then below ``CUDA_HOME``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from loopkv.errors import LoopKVError, UnsupportedError
+
+_HERE = Path(__file__).resolve().parent
+SOURCES = _HERE / "csrc"
+PREBUILT = _HERE / "prebuilt"
+_UNITS = ("decode.cu",)
+_KIB = 1024
+_TABLE_BYTES = 14 * _KIB  # row tables and barriers beside the page buffers
+_MAX_WARPS = 12  # 168 registers a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One GPU architecture.
+
+    Args:
+        name: as nvcc's ``code=``.
+        shared_bytes: shared memory one block may have.
+        bulk_copy: whether it has bulk asynchronous copies.
+        measured: whether the kernels have been run on it here; the others are only compiled.
+    """
+
+    name: str
+    shared_bytes: int
+    bulk_copy: bool
+    measured: bool
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    arch.name: arch
+    for arch in (
+        Architecture("sm_80", 163 * _KIB, bulk_copy=False, measured=False),
+        Architecture("sm_90a", 227 * _KIB, bulk_copy=True, measured=True),
+        Architecture("sm_100a", 227 * _KIB, bulk_copy=True, measured=False),
+        Architecture("sm_120a", 99 * _KIB, bulk_copy=True, measured=False),
+    )
+}
+_BY_CAPABILITY = {(8, 0): "sm_80", (9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
+RELEASE_HEAD_DIMS = (64, 96, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One binary: a head size, how many tiles of 8 queries a kv head has, and an architecture."""
+
+    head_dim: int
+    query_tiles: int
+    arch: Architecture
+
+    @property
+    def stages(self) -> int:
+        """Page buffers of a warp."""
+        return max(2, min(4, self._pages // _MAX_WARPS)) if self._pages >= 2 * _MAX_WARPS else 3
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block: as many as registers and page buffers allow."""
+        most = _MAX_WARPS if self.head_dim * self.query_tiles <= 128 else 8
+        return max(1, min(most, self._pages // self.stages))
+
+    @property
+    def _pages(self) -> int:
+        return (self.arch.shared_bytes - _TABLE_BYTES) // (40 * self.head_dim)
+
+    def flags(self) -> tuple[str, ...]:
+        """Everything on the compiler's command line but the files."""
+        virtual = self.arch.name.replace("sm_", "compute_")
+        return (
+            "-std=c++17",
+            "-O3",
+            "--expt-relaxed-constexpr",
+            f"-gencode=arch={virtual},code={self.arch.name}",
+            f"-DLOOPKV_HEAD_DIM={self.head_dim}",
+            f"-DLOOPKV_QUERY_TILES={self.query_tiles}",
+            f"-DLOOPKV_WARPS={self.warps}",
+            f"-DLOOPKV_STAGES={self.stages}",
+            f"-DLOOPKV_BULK_COPY={int(self.arch.bulk_copy)}",
+            "-shared",
+            "-Xcompiler=-fPIC",
+        )
+
+    @property
+    def name(self) -> str:
+        """File name of the binary: what it is and a hash of what it was made from."""
+        digest = hashlib.sha256()
+        for path in sorted(SOURCES.iterdir()):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update("\0".join(self.flags()).encode())
+        return f"d{self.head_dim}-q{self.query_tiles}-{self.arch.name}-{digest.hexdigest()[:16]}.so"
+
+
+def release_builds() -> tuple[Build, ...]:
+    """The binaries a wheel carries."""
+    return tuple(
+        Build(head_dim, tiles, arch)
+        for arch in ARCHITECTURES.values()
+        for head_dim in RELEASE_HEAD_DIMS
+        for tiles in ((1, 2) if arch.measured else (1,))
+    )
+
+
+def architecture_of(capability: tuple[int, int]) -> Architecture:
+    """The architecture whose code runs on a device of a compute capability.
+
+    Raises:
+        UnsupportedError: none.
+    """
+    name = _BY_CAPABILITY.get(capability)
+    if name is None:
+        raise UnsupportedError(
+            "CUDA kernels: compute capability",
+            got=".".join(map(str, capability)),
+            wanted=", ".join(f"{major}.{minor}" for major, minor in _BY_CAPABILITY),
+            hint="serve on another GPU",
+        )
+    return ARCHITECTURES[name]
+
+
+def cache_folder() -> Path:
+    """Where compiled binaries are kept."""
+    chosen = os.environ.get("LOOPKV_CACHE_DIR")
+    return (Path(chosen) if chosen else Path.home() / ".cache" / "loopkv") / "kernels"
+
+
+def find_compiler() -> str | None:
+    """Path of nvcc, or None."""
+    named = os.environ.get("NVCC")
+    if named:
+        return shutil.which(named)
+    found = shutil.which("nvcc")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return found or shutil.which("nvcc", path=str(Path(home) / "bin"))
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LoopKVError("CUDA compiler", got=str(error)[:200], wanted=f"{compiler} --version to run") from None
+
+
+def build_command(build: Build, output: Path, compiler: str = "nvcc") -> list[str]:
+    """The command that compiles a binary."""
+    return [compiler, *build.flags(), "-o", str(output), *(str(SOURCES / unit) for unit in _UNITS)]
+
+
+def compile_to(build: Build, target: Path, compiler: str) -> None:
+    """Compile aside and rename into place.
+
+    Raises:
+        LoopKVError: the compiler fails; the first error it printed is in the message.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    os.close(handle)
+    try:
+        result = subprocess.run(build_command(build, Path(aside), compiler), capture_output=True, text=True)
+        if result.returncode != 0:
+            lines = [line for line in result.stderr.splitlines() if "error" in line or "fatal" in line]
+            raise LoopKVError(
+                f"compiling the CUDA kernels for head size {build.head_dim}, {build.arch.name}",
+                got=(lines or result.stderr.splitlines() or ["no message"])[0][:300],
+                hint=f"to see all of it: {' '.join(build_command(build, target))}",
+            )
+        Path(aside).chmod(0o755)
+        Path(aside).replace(target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            Path(aside).unlink()
+
+
+def obtain(build: Build) -> Path:
+    """The binary: from the package, from the cache, or compiled now.
+
+    Raises:
+        UnsupportedError: not there and not to be had, with the command that mends it.
+    """
+    shipped = PREBUILT / build.name
+    if shipped.exists():
+        return shipped
+    compiler = find_compiler()
+    by_hand = f"python -m loopkv.kernels.build --head-dim {build.head_dim} --query-tiles {build.query_tiles} --arch {build.arch.name}"
+    if os.environ.get("LOOPKV_JIT") == "0" or compiler is None:
+        found = sorted(cache_folder().glob(f"*/{build.name}"))
+        if found:
+            return found[0]
+        reason = "compiling is switched off (LOOPKV_JIT=0)" if compiler else "no CUDA compiler (nvcc)"
+        raise UnsupportedError(
+            f"CUDA kernels for head size {build.head_dim}, {build.arch.name}",
+            got=f"no binary, and {reason}",
+            wanted=f"{build.name} in {cache_folder()} or nvcc 12.4 or later on the PATH",
+            hint=f"on a machine with nvcc: {by_hand}",
+        )
+    version = hashlib.sha256(_compiler_version(compiler).encode()).hexdigest()[:12]
+    target = cache_folder() / version / build.name
+    if not target.exists():
+        compile_to(build, target, compiler)
+    return target
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of ``python -m loopkv.kernels.build``."""
+    parser = argparse.ArgumentParser(prog="python -m loopkv.kernels.build", description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="print the binaries of a release")
+    parser.add_argument("--release", action="store_true", help="compile all of them")
+    parser.add_argument("--output", type=Path, default=PREBUILT, help="folder for --release")
+    parser.add_argument("--head-dim", type=int, choices=RELEASE_HEAD_DIMS)
+    parser.add_argument("--query-tiles", type=int, choices=(1, 2), default=1, help="2: 9 to 16 queries per kv head")
+    parser.add_argument("--arch", choices=tuple(ARCHITECTURES), default="sm_90a")
+    options = parser.parse_args(arguments)
+    try:
+        if options.list:
+            for build in release_builds():
+                ran = "measured" if build.arch.measured else "compiled only, never run here"
+                print(f"{build.name}  {build.warps} warps, {build.stages} stages  ({ran})")
+        elif options.release:
+            compiler = find_compiler()
+            if compiler is None:
+                raise UnsupportedError(
+                    "CUDA compiler", got="none", wanted="nvcc on the PATH", hint="set NVCC=/path/nvcc"
+                )
+            for build in release_builds():
+                print(f"compiling {build.name}", flush=True)
+                compile_to(build, options.output / build.name, compiler)
+        elif options.head_dim:
+            print(obtain(Build(options.head_dim, options.query_tiles, ARCHITECTURES[options.arch])))
+        else:
+            parser.print_help()
+    except LoopKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+// Where everything lies in one head's part of a coded page (codec/pages.py), and how codes become matrix fragments.
+//
+// Both products of attention run with the codes as the matrix of 16 x 16 tiles (operand A of m16n8k16) and the queries
+// as the 8 columns of operand B, so grouped queries cost nothing:
+//
+//     scores [tokens, queries]   = codes of K [tokens, channels] x (q * scale) [channels, queries]
+//     output [channels, queries] = codes of V [channels, tokens] x (weight * scale) [tokens, queries]
+//
+// Lane 4 r + t of a warp holds rows r, r + 8 and columns {2 t, 2 t + 1}, {2 t + 8, 2 t + 9} of A. Which channel (K) or
+// token (V) is called "column 2 t" is free as long as B agrees, so the packing puts the codes a lane needs into words
+// of its own, two neighbours in the two halves of a word. A pair of codes then becomes a pair of halves by one AND: the
+// bits of a code, read as a half, are the subnormal number code * 4^i * 2^-24, which tensor cores multiply exactly. The
+// power of four is folded into B (K) or into the result (V).
+#pragma once
+
+#include "simt.cuh"
+
+namespace loopkv {
+
+constexpr int kPageTokens = 32;
+constexpr float kSubnormal = 16777216.0f;  // 2^24: value of a code over the value of its bits read as a half
+
+constexpr int largest_block(int channels) { return channels >= 128 ? 128 : channels >= 64 ? 64 : 32; }
+
+// Channel block number `index` of a head of D channels: 128 as often as it fits, then 64, then 32.
+constexpr int block_channels(int D, int index) {
+  return index == 0 ? largest_block(D) : block_channels(D - largest_block(D), index - 1);
+}
+constexpr int block_start(int D, int index) {
+  return index == 0 ? 0 : block_start(D, index - 1) + block_channels(D, index - 1);
+}
+constexpr int block_number(int D) { return D == 0 ? 0 : 1 + block_number(D - largest_block(D)); }
+
+// Byte offsets in one head's part of a page.
+template <int D, int BITS>
+struct HeadPage {
+  static constexpr int kKeyScales = kPageTokens * D * BITS / 8;
+  static constexpr int kKeyZeros = kKeyScales + 2 * D;
+  static constexpr int kValueScales = kKeyZeros + 2 * D;
+  static constexpr int kValueZeros = kValueScales + 2 * D;
+  static constexpr int kValueCodes = kValueZeros + 2 * D;
+  static constexpr int kMainBytes = kValueCodes + kPageTokens * D / 4;  // all that is always read
+  static constexpr int kLowBytes = BITS == 4 ? kPageTokens * D / 4 : 0;
+  static constexpr int kBytes = kMainBytes + kLowBytes;
+  static constexpr int kTokenPlaneBytes = D / 4;  // one token in a 2-bit plane
+};
+
+// Slot of a token in the value planes: of eight neighbours, those of even number first.
+LKV_DEVICE int value_slot(int token) { return (token & ~7) | ((token & 1) << 2) | ((token >> 1) & 3); }
+LKV_DEVICE int slot_token(int slot) { return (slot & ~7) | ((slot & 3) << 1) | ((slot >> 2) & 1); }
+
+// Code pair i (of four) of eight codes: subnormal halves, scaled by pair_factor.
+template <int BITS>
+LKV_DEVICE uint32_t code_pair(uint32_t word, int i) {
+  if constexpr (BITS == 4) {
+    return (i & 2 ? word >> 8 : word) & (i & 1 ? 0x00f000f0u : 0x000f000fu);
+  } else {
+    return word & (0x00030003u << (2 * i));
+  }
+}
+template <int BITS>
+constexpr float pair_factor(int i) {
+  return BITS == 4 ? (i & 1 ? 16.0f : 1.0f) : static_cast<float>(1 << (2 * i));
+}
+// Reciprocal of the factor, as a pair of halves.
+template <int BITS>
+constexpr uint32_t pair_unscale(int i) {
+  return BITS == 4 ? (i & 1 ? 0x2c002c00u : 0x3c003c00u)
+                   : (i == 0 ? 0x3c003c00u : i == 1 ? 0x34003400u : i == 2 ? 0x2c002c00u : 0x24002400u);
+}
+
+template <int WORDS>
+struct Words {
+  uint32_t w[WORDS];
+};
+
+// 4 * WORDS bytes of shared memory (2 bytes: spread over the two halves of a word).
+template <int BYTES>
+LKV_DEVICE void load_words(uint32_t* out, const uint8_t* p) {
+  if constexpr (BYTES >= 16) {
+#pragma unroll
+    for (int i = 0; i < BYTES / 16; ++i) {
+      const Vec4 v = reinterpret_cast<const Vec4*>(p)[i];
+      out[4 * i] = v.x;
+      out[4 * i + 1] = v.y;
+      out[4 * i + 2] = v.z;
+      out[4 * i + 3] = v.w;
+    }
+  } else if constexpr (BYTES == 8) {
+    const Vec2 v = *reinterpret_cast<const Vec2*>(p);
+    out[0] = v.x;
+    out[1] = v.y;
+  } else if constexpr (BYTES == 4) {
+    out[0] = *reinterpret_cast<const uint32_t*>(p);
+  } else {
+    static_assert(BYTES == 2);
+    const uint32_t x = *reinterpret_cast<const uint16_t*>(p);
+    out[0] = (x | (x << 8)) & 0x00ff00ffu;
+  }
+}
+
+// Adds one channel block of a page to the scores.
+//   q      [NT][D / 8] pairs of halves: column lane / 4 of each query tile, this lane's channels
+//   codes  [NT][2 token tiles][4] sums of q * scale * code * 2^-24;  zeros [NT][4] sums of q * zero, alike in all rows
+template <int D, int BITS, int NT, int BLOCK>
+LKV_DEVICE void score_block(const uint8_t* page, const uint32_t (&q)[NT][D / 8], float (&codes)[NT][2][4],
+                            float (&zeros)[NT][4]) {
+  using Page = HeadPage<D, BITS>;
+  constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK);
+  constexpr int LANE_BYTES = C * BITS / 32, WORDS = LANE_BYTES >= 4 ? LANE_BYTES / 4 : 1;
+  const int r = lane_id() >> 2, t = lane_id() & 3;
+  uint32_t k[4][WORDS];  // tokens r, r + 8, r + 16, r + 24
+  const uint8_t* plane = page + kPageTokens * START * BITS / 8 + r * (C * BITS / 8) + t * LANE_BYTES;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_words<LANE_BYTES>(k[i], plane + i * C * BITS);
+  const uint8_t* scales = page + Page::kKeyScales + 2 * START + t * (C / 2);
+  const uint8_t* offsets = page + Page::kKeyZeros + 2 * START + t * (C / 2);
+#pragma unroll
+  for (int unit = 0; unit < C / 32; ++unit) {  // eight channels of this lane: two steps of 16 channels
+    uint32_t scale[4], zero[4];
+    load_words<16>(scale, scales + 16 * unit);
+    load_words<16>(zero, offsets + 16 * unit);
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = BITS == 4 ? k[i][unit] : k[i][unit / 2] >> (8 * (unit & 1));
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      const int i0 = 2 * step, i1 = 2 * step + 1;
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        const uint32_t q0 = q[nt][START / 8 + 4 * unit + i0], q1 = q[nt][START / 8 + 4 * unit + i1];
+        uint32_t b0 = mul_half2(q0, scale[i0]), b1 = mul_half2(q1, scale[i1]);
+        if (pair_factor<BITS>(i0) != 1.0f) b0 = mul_half2(b0, pair_unscale<BITS>(i0));
+        if (pair_factor<BITS>(i1) != 1.0f) b1 = mul_half2(b1, pair_unscale<BITS>(i1));
+#pragma unroll
+        for (int mt = 0; mt < 2; ++mt) {
+          mma_f16(codes[nt][mt], code_pair<BITS>(word[2 * mt], i0), code_pair<BITS>(word[2 * mt + 1], i0),
+                  code_pair<BITS>(word[2 * mt], i1), code_pair<BITS>(word[2 * mt + 1], i1), b0, b1);
+        }
+        mma_f16(zeros[nt], zero[i0], zero[i0], zero[i1], zero[i1], q0, q1);
+      }
+    }
+  }
+}
+
+template <int D, int BITS, int NT, int BLOCK = 0>
+LKV_DEVICE void score_page(const uint8_t* page, const uint32_t (&q)[NT][D / 8], float (&codes)[NT][2][4],
+                           float (&zeros)[NT][4]) {
+  score_block<D, BITS, NT, BLOCK>(page, q, codes, zeros);
+  if constexpr (BLOCK + 1 < block_number(D)) score_page<D, BITS, NT, BLOCK + 1>(page, q, codes, zeros);
+}
+
+// The codes of a token pair in one 2-bit plane: words[h] holds groups 2 h and 2 h + 1, a token in each half.
+template <int C>
+LKV_DEVICE void load_pair(uint32_t (&words)[C == 128 ? 2 : 1], const uint8_t* first, const uint8_t* second) {
+  if constexpr (C == 128) {
+    const uint32_t a = *reinterpret_cast<const uint32_t*>(first), b = *reinterpret_cast<const uint32_t*>(second);
+    words[0] = permute_bytes<0x5410>(a, b);
+    words[1] = permute_bytes<0x7632>(a, b);
+  } else if constexpr (C == 64) {
+    words[0] = *reinterpret_cast<const uint16_t*>(first) |
+               static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(second)) << 16;
+  } else {
+    words[0] = *first | static_cast<uint32_t>(*second) << 16;
+  }
+}
+
+// Adds one channel block of a page's values to the output.
+//   weights [NT][4] pairs of halves: column lane / 4, tokens 8 k + {2 t, 2 t + 1}
+//   out     [NT][D / 16][4] sums of weight * scale * code * factor * 2^-24; rows of tile 2 g + u: channel i = u (rows
+//           0-7) and u + 2 (rows 8-15) of lane row r in group g
+template <int D, int BITS, int NT, int BLOCK>
+LKV_DEVICE void value_block(const uint8_t* page, const uint32_t (&weights)[NT][4], float (&out)[NT][D / 16][4]) {
+  using Page = HeadPage<D, BITS>;
+  constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK), GROUPS = C / 32, HALVES = C == 128 ? 2 : 1;
+  const int r = lane_id() >> 2, t = lane_id() & 3;
+  uint32_t w[NT][GROUPS][4];
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    uint32_t scale[4];
+    load_words<16>(scale, page + Page::kValueScales + (START / 32 + g) * 64 + t * 16);
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) w[nt][g][k] = mul_half2(weights[nt][k], scale[k]);
+    }
+  }
+  const uint8_t* plane = page + Page::kValueCodes + START / 4 + r * (C / 32) + t * Page::kTokenPlaneBytes;
+#pragma unroll
+  for (int mt = 0; mt < 2; ++mt) {
+    uint32_t high[2][HALVES], low[2][HALVES];
+#pragma unroll
+    for (int kk = 0; kk < 2; ++kk) {
+      const uint8_t* first = plane + (16 * mt + 8 * kk) * Page::kTokenPlaneBytes;
+      const uint8_t* second = first + 4 * Page::kTokenPlaneBytes;
+      load_pair<C>(high[kk], first, second);
+      if constexpr (BITS == 4) load_pair<C>(low[kk], first + Page::kLowBytes, second + Page::kLowBytes);
+    }
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      uint32_t pair[2][4];
+#pragma unroll
+      for (int kk = 0; kk < 2; ++kk) {
+        const uint32_t h = high[kk][g / 2];
+        if constexpr (BITS == 4) {
+          const uint32_t l = low[kk][g / 2];
+          const uint32_t even = ((h << 2) & 0xccccccccu) | (l & 0x33333333u);
+          const uint32_t odd = (h & 0xccccccccu) | ((l >> 2) & 0x33333333u);
+          pair[kk][0] = code_pair<4>(even, 2 * (g & 1));
+          pair[kk][1] = code_pair<4>(odd, 2 * (g & 1));
+          pair[kk][2] = code_pair<4>(even, 2 * (g & 1) + 1);
+          pair[kk][3] = code_pair<4>(odd, 2 * (g & 1) + 1);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) pair[kk][i] = code_pair<2>(g & 1 ? h >> 8 : h, i);
+        }
+      }
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          mma_f16(out[nt][2 * (START / 32 + g) + u], pair[0][u], pair[0][u + 2], pair[1][u], pair[1][u + 2],
+                  w[nt][g][2 * mt], w[nt][g][2 * mt + 1]);
+        }
+      }
+    }
+  }
+}
+
+template <int D, int BITS, int NT, int BLOCK = 0>
+LKV_DEVICE void value_page(const uint8_t* page, const uint32_t (&weights)[NT][4], float (&out)[NT][D / 16][4]) {
+  value_block<D, BITS, NT, BLOCK>(page, weights, out);
+  if constexpr (BLOCK + 1 < block_number(D)) value_page<D, BITS, NT, BLOCK + 1>(page, weights, out);
+}
+
+// 2^24 over the factor that the rows of channel i of a lane carry in `out`.
+template <int BITS>
+constexpr float value_unscale(int i) {
+  return kSubnormal / (BITS == 4 ? (i < 2 ? 1.0f : 16.0f) : static_cast<float>(1 << (2 * i)));
+}
+
+}  // namespace loopkv
