@@ -123,15 +123,41 @@ class Generation:
 
 
 @dataclass(slots=True, eq=False)
-class _Writer:
-    """One continuation in progress."""
+class Continuation:
+    """A text in progress.
 
-    index: int
+    Args:
+        prompt: its prompt's ids.
+        request: where its keys and values lie.
+        stream: its text.
+        ends: token ids that end it.
+        max_tokens: where it ends at the latest.
+        tokens: ids written so far, without an end token.
+        finish: why it has ended; None while it goes on.
+    """
+
     prompt: list[int]
     request: CachedRequest
     stream: TextStream
-    generator: torch.Generator
+    ends: frozenset[int]
+    max_tokens: int
     tokens: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def take(self, token: int) -> str:
+        """Write one more token; returns the text that has become certain. Sets ``finish`` where the text ends."""
+        if token in self.ends:
+            text = self.stream.finish()
+            self.finish = "end"
+        else:
+            self.tokens.append(token)
+            text = self.stream.push(token)
+            if not self.stream.stopped and len(self.tokens) == self.max_tokens:
+                text += self.stream.finish()
+                self.finish = "length"
+        if self.stream.stopped:
+            self.finish = "stop"
+        return text
 
 
 def generate(
@@ -177,44 +203,40 @@ def generate(
     engine = PagedEngine(
         model, plan, blocks=pool_blocks(layout, longest, plan.policy.max_exact_chunk_tokens), layout=layout
     )
-    ends = {*model.eos_token_ids, tokenizer.eos_token_id}
+    ends = end_tokens(model, tokenizer)
     waiting = [
-        _Writer(
-            index=index,
-            prompt=ids,
-            request=engine.new_request(),
-            stream=TextStream(tokenizer, ids, stop),
-            generator=torch.Generator().manual_seed((sampling.seed + index) % (1 << 63)),
-        )
+        (index, Continuation(ids, engine.new_request(), TextStream(tokenizer, ids, stop), ends, max_tokens))
         for index, ids in enumerate(encoded)
     ]
-    waiting.reverse()
-    running: list[tuple[_Writer, Tensor]] = []  # with the logits of its next token
+    generators = [torch.Generator().manual_seed((sampling.seed + index) % (1 << 63)) for index in range(len(encoded))]
+    running: list[tuple[int, Continuation, Tensor]] = []  # with the logits of the next token
     completions: dict[int, Completion] = {}
     prefill_s = decode_s = 0.0
     decode_tokens = 0
     while waiting or running:
         started = time.perf_counter()
-        admitted = [waiting.pop() for _ in range(min(batch - len(running), len(waiting)))]
+        admitted, waiting = waiting[: batch - len(running)], waiting[batch - len(running) :]
         if admitted:
-            logits = prefill(engine, [NewTokens(writer.request, writer.prompt) for writer in admitted])
-            running += zip(admitted, logits, strict=True)
+            logits = prefill(engine, [NewTokens(text.request, text.prompt) for _, text in admitted])
+            running += [(index, text, its) for (index, text), its in zip(admitted, logits, strict=True)]
             prefill_s += time.perf_counter() - started
             started = time.perf_counter()
-        writing: list[_Writer] = []
-        for writer, its in running:
-            finish = _write(writer, sampling.choose(its, writer.generator), ends, max_tokens, on_text)
-            if finish is None:
-                writing.append(writer)
-            else:
-                completions[writer.index] = _complete(engine, writer, finish)
-                engine.release(writer.request)
-                if on_end is not None:
-                    on_end(writer.index, completions[writer.index])
+        writing: list[tuple[int, Continuation]] = []
+        for index, text, its in running:
+            piece = text.take(sampling.choose(its, generators[index]))
+            if on_text is not None and piece:
+                on_text(index, piece)
+            if text.finish is None:
+                writing.append((index, text))
+                continue
+            completions[index] = _complete(engine, text, text.finish)
+            engine.release(text.request)
+            if on_end is not None:
+                on_end(index, completions[index])
         running = []
         if writing:
-            logits = engine.step([NewTokens(writer.request, writer.tokens[-1:]) for writer in writing])
-            running = list(zip(writing, logits, strict=True))
+            logits = engine.step([NewTokens(text.request, text.tokens[-1:]) for _, text in writing])
+            running = [(index, text, its) for (index, text), its in zip(writing, logits, strict=True)]
             decode_tokens += len(writing)
         decode_s += time.perf_counter() - started
     return Generation(
@@ -226,6 +248,11 @@ def generate(
         decode_s=decode_s,
         hot_share=engine.hot.hot / engine.hot.total if engine.hot.total else None,
     )
+
+
+def end_tokens(model: LoopedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that end a text, by the model's config or its tokenizer."""
+    return frozenset(i for i in (*model.eos_token_ids, tokenizer.eos_token_id) if isinstance(i, int))
 
 
 def encode_prompt(model: LoopedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_tokens: int) -> list[int]:
@@ -290,33 +317,15 @@ def _check_options(prompts: Sequence[str], max_tokens: int, stop: Sequence[str],
         raise UnsupportedError("stop string", got="an empty one", wanted="text")
 
 
-def _write(writer: _Writer, token: int, ends: set[int], max_tokens: int, on_text: OnText | None) -> Finish | None:
-    """Take the writer's next token; says why it ends the continuation, if it does."""
-    finish: Finish | None = None
-    if token in ends:
-        finish, text = "end", writer.stream.finish()
-    else:
-        writer.tokens.append(token)
-        text = writer.stream.push(token)
-        if not writer.stream.stopped and len(writer.tokens) == max_tokens:
-            finish = "length"
-            text += writer.stream.finish()
-    if writer.stream.stopped:
-        finish = "stop"
-    if on_text is not None and text:
-        on_text(writer.index, text)
-    return finish
-
-
-def _complete(engine: PagedEngine, writer: _Writer, finish: Finish) -> Completion:
-    cached = writer.request.tokens
+def _complete(engine: PagedEngine, text: Continuation, finish: Finish) -> Completion:
+    cached = text.request.tokens
     return Completion(
-        text=writer.stream.text,
-        token_ids=tuple(writer.tokens),
-        prompt_tokens=len(writer.prompt),
+        text=text.stream.text,
+        token_ids=tuple(text.tokens),
+        prompt_tokens=len(text.prompt),
         finish=finish,
         cached_tokens=cached,
-        stored_bytes=engine.cache.stored_bytes(writer.request),
-        held_bytes=engine.cache.held_bytes(writer.request),
+        stored_bytes=engine.cache.stored_bytes(text.request),
+        held_bytes=engine.cache.held_bytes(text.request),
         exact_bytes=cached * engine.layout.window_token_bytes,
     )

@@ -333,21 +333,29 @@ class PagedCache:
                 wanted=f"this engine's layout ({self.dtype}, page version {PAGE_VERSION})",
                 hint="compute the request anew",
             )
-        taken = self.pool.take(len(saved.history) + len(saved.window))
-        request, null = CachedRequest(saved.tokens), self.residency.null_history_entries
-        dead = range(self.residency.sink_window_entries, self.residency.first_live_window_entry(saved.tokens))
-        for i in range(self.residency.history_entries(saved.tokens)):
-            request.history.append(0 if i < null else taken.pop())
-        for i in range(self.residency.window_entries(saved.tokens)):
-            request.window.append(0 if i in dead else taken.pop())
-        assert not taken, "a saved request holds other blocks than its length implies"
+        request = self._mirror(saved.tokens, len(saved.history) + len(saved.window))
         self.pool.data[[block for block in request.history if block]] = saved.history
         self.pool.data[[block for block in request.window if block]] = saved.window
         return request
 
+    def _mirror(self, tokens: int, blocks: int) -> CachedRequest:
+        """Tables of ``blocks`` fresh blocks for a request at rest with ``tokens`` tokens."""
+        taken = self.pool.take(blocks)
+        request, null = CachedRequest(tokens), self.residency.null_history_entries
+        dead = range(self.residency.sink_window_entries, self.residency.first_live_window_entry(tokens))
+        for i in range(self.residency.history_entries(tokens)):
+            request.history.append(0 if i < null else taken.pop())
+        for i in range(self.residency.window_entries(tokens)):
+            request.window.append(0 if i in dead else taken.pop())
+        assert not taken, "a request holds other blocks than its length implies"
+        return request
+
     def fork(self, request: CachedRequest) -> CachedRequest:
         """A second request with a copy of the same bytes."""
-        return self.restore(self.save(request))
+        mirror = self._mirror(request.tokens, len(request.blocks))
+        for mine, theirs in zip(mirror.blocks, request.blocks, strict=True):
+            self.pool.data[mine] = self.pool.data[theirs]
+        return mirror
 
     def adopt(self, other: PagedCache, request: CachedRequest) -> CachedRequest:
         """A new request with the tokens of ``request`` in ``other``, a cache of another plan.
