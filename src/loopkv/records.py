@@ -32,7 +32,10 @@ def package_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout this package runs from, with ``-dirty`` where the tree differs; None outside one."""
+    """Commit of the checkout this package runs from, with ``-dirty`` where the tree differs.
+
+    Outside a checkout: the environment variable ``LOOPKV_COMMIT``, or None.
+    """
     here = Path(__file__).resolve().parent
     try:
         commit = subprocess.run(
@@ -42,7 +45,7 @@ def git_commit() -> str | None:
             ["git", "-C", str(here), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("LOOPKV_COMMIT")
     return f"{commit}-dirty" if status else commit
 
 
@@ -76,7 +79,7 @@ def make_record(what: str, value: float | None, unit: str, **fields: Any) -> Rec
     """A Record with command, commit, versions, hardware and date filled in for this process."""
     hardware, driver = _hardware()
     defaults: dict[str, Any] = {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name.replace("__main__.py", "loopkv"), *sys.argv[1:]]),
         "commit": git_commit(),
         "versions": package_versions(),
         "hardware": hardware,
