@@ -130,6 +130,27 @@ def hold_out(rows: Sequence[StepRow], every: int = 3) -> tuple[list[StepRow], li
     )
 
 
+def matched_tokens_per_s(measured: Iterable[tuple[int, float]], step_bound_s: float) -> float | None:
+    """Decode throughput at the largest batch whose step stays within ``step_bound_s`` (paper appendix B).
+
+    The step time is linear in the batch between the two measured batches that bracket the bound. An arm whose largest
+    batch meets the bound keeps that batch; None where its smallest batch already exceeds it.
+
+    Args:
+        measured: (batch, step seconds) of one arm at one context.
+        step_bound_s: time per output token to match.
+    """
+    rows = sorted(dict(measured).items())
+    if not rows or rows[0][1] > step_bound_s:
+        return None
+    below = max((row for row in rows if row[1] <= step_bound_s), key=lambda row: row[0])
+    above = min((row for row in rows if row[0] > below[0]), default=None, key=lambda row: row[0])
+    if above is None:
+        return below[0] / below[1]
+    share = (step_bound_s - below[1]) / (above[1] - below[1])
+    return (below[0] + share * (above[0] - below[0])) / step_bound_s
+
+
 def request_read_bytes(
     geometry: Geometry,
     policy: Policy,

@@ -13,7 +13,7 @@ from loopkv.footprint import plan_footprint
 from loopkv.geometry import Geometry
 from loopkv.options import BF16, INT4
 from loopkv.policy import DEFAULT_POLICY
-from loopkv.step_time import StepRow, StepTimeModel, hold_out, request_read_bytes
+from loopkv.step_time import StepRow, StepTimeModel, hold_out, matched_tokens_per_s, request_read_bytes
 
 OURO = Geometry(architecture="ouro", loops=4, layers=24, query_heads=16, kv_heads=16, head_dim=128)
 KIB = 1024
@@ -96,6 +96,16 @@ def test_model_refuses_impossible_constants() -> None:
     for constants in ((-1e-3, 1.0, 1.0), (0.0, -1.0, 1.0), (0.0, 1.0, 0.0), (math.inf, 1.0, 1.0)):
         with pytest.raises(LoopKVError):
             StepTimeModel(*constants)
+
+
+def test_matched_throughput_interpolates_the_batch() -> None:
+    rows = [(1, 0.010), (8, 0.024), (16, 0.040)]
+    # 0.032 s lies halfway between batches 8 and 16: 12 requests every 32 ms
+    assert matched_tokens_per_s(rows, 0.032) == pytest.approx(12 / 0.032)
+    assert matched_tokens_per_s(rows, 0.024) == pytest.approx(8 / 0.024)
+    assert matched_tokens_per_s(rows, 0.1) == pytest.approx(16 / 0.040)
+    assert matched_tokens_per_s(rows, 0.009) is None
+    assert matched_tokens_per_s([], 0.1) is None
 
 
 def test_hold_out_keeps_the_ends_and_loses_no_row() -> None:

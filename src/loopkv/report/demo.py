@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,9 +30,12 @@ from loopkv.report.plots import (
     short_number,
 )
 
+if TYPE_CHECKING:
+    from loopkv.planner.solve import Frontier
+
 KIB = 1024
 RATIO_BAND = (0.85, 1.25)
-MAX_FRONTIER_POINTS = 3000
+MAX_FRONTIER_POINTS = 1500
 COMMANDS: dict[str, str] = {
     "profile": "loopkv profile MODEL -o profile.json",
     "plan": "loopkv plan profile.json --goal memory --max-damage 2.0share --max-stored 4992B -o plan.json",
@@ -51,6 +54,14 @@ class FrontierPoint:
     stored_bytes: int
     read_bytes: int
     damage_nats: float
+
+
+def frontier_points(frontier: Frontier) -> tuple[FrontierPoint, ...]:
+    """The planner's frontier as plain points."""
+    return tuple(
+        FrontierPoint(int(stored), int(read), float(damage))
+        for stored, read, damage in zip(frontier.stored_bytes, frontier.read_bytes, frontier.damage_nats, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

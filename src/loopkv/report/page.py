@@ -244,7 +244,11 @@ def render_page(page: Page) -> str:
 
 
 def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> Table:
-    """A table whose columns (after the first) that hold only numbers or dashes are set flush right."""
+    """A table without the columns (after the first) that hold dashes only; columns of numbers are set flush right."""
+    if any(len(row) != len(columns) for row in rows):
+        raise ValueError(f"table {title!r}: cells in a row and columns differ in number")
+    kept = [c for c in range(len(columns)) if c == 0 or not rows or any(row[c] != "-" for row in rows)]
+    columns, rows = [columns[c] for c in kept], [[row[c] for c in kept] for row in rows]
     numeric = frozenset(
         column
         for column in range(1, len(columns))

@@ -67,8 +67,8 @@ def grid_rows(geometry: Geometry) -> tuple[GridRow, ...]:
 
 def short_number(value: float) -> str:
     """A number in few characters: 0, 12, 3.4, 0.12, 20,000, 1.2e-5."""
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     if 0.01 <= abs(value) < 100:
         return f"{value:.3g}"
     if 100 <= abs(value) < 1e6:
@@ -194,7 +194,7 @@ def curves(
                 "marker": MARKERS[number % len(MARKERS)] if one.marked else "none",
                 "linestyle": ("--" if one.dashed else "-") if one.line else "none",
                 "markerfacecolor": "none" if one.hollow else colour,
-                "label": one.name,
+                "label": one.name or "_nolegend_",
             }
             if one.low:
                 below = [y - low for y, low in zip(one.y, one.low, strict=True)]

@@ -1,0 +1,206 @@
+"""``loopkv report``: tables and plots from Records alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from loopkv.artifacts.storage import write_atomically
+from loopkv.errors import LoopKVError
+from loopkv.record_kinds import RECORD_KINDS
+from loopkv.records import Record, read_records
+from loopkv.report.figure import write_png
+from loopkv.report.page import Page, Section, render_page, table_of
+from loopkv.report.sections.common import figures_of, report_command
+from loopkv.report.sections.decode import decode_section
+from loopkv.report.sections.kernels import kernel_section
+from loopkv.report.sections.quality import quality_section, task_section
+from loopkv.report.sections.slo import slo_section
+
+SECTIONS = (decode_section, slo_section, quality_section, task_section, kernel_section)
+DRAWN_KINDS = {
+    "decode.step_ms",
+    "decode.component_us",
+    "decode.refused",
+    "kernel.us",
+    "kernel.bandwidth_share",
+    "slo.tau0_ms",
+    "slo.attainment",
+    "slo.capacity",
+    "slo.capacity_ratio",
+    "simulate.attainment",
+    "simulate.capacity",
+    "quality.kl_nats",
+    "tasks.accuracy",
+    "additivity.plan",
+}
+"""Kinds with tables or figures of their own; every other known kind gets a plain table."""
+FOLDED_KINDS = {
+    "decode.tok_s": "derived from decode.step_ms",
+    "slo.cell": "raw requests behind slo.attainment",
+}
+"""Kinds that are counted only, with the reason."""
+MAY_LACK_VALUE = ("decode.refused", "slo.capacity", "simulate.capacity")
+POSITIVE_SETTINGS = ("context_tokens", "batch", "rate_per_s", "tau0_ms", "k", "ttft_s")
+
+
+def write_records_report(
+    paths: Sequence[Path | str],
+    output: Path | str,
+    *,
+    png_folder: Path | str | None = None,
+    title: str = "LoopKV results",
+) -> Path:
+    """Read Records and write one self-contained page (and every figure as PNG into ``png_folder``).
+
+    Raises:
+        LoopKVError: no file, an unreadable one, or no record at all.
+    """
+    records = list(read_records(paths))
+    if not records:
+        raise LoopKVError("report", got="no record", wanted="JSON-lines files written by loopkv bench or loopkv eval")
+    page = records_page(records, title=title, command=report_command([str(path) for path in paths]))
+    write_atomically(Path(output), render_page(page).encode())
+    if png_folder is not None:
+        for figure in page.figures:
+            write_png(figure.drawing, Path(png_folder) / f"{figure.key}.png")
+    return Path(output)
+
+
+def records_page(records: Sequence[Record], *, title: str = "LoopKV results", command: str = "") -> Page:
+    """The page before it is rendered."""
+    placed = [record for record in records if problem(record) is None]
+    sections: list[Section | None] = [make(placed) for make in SECTIONS]
+    sections.append(_plain_section(placed))
+    sections.append(_other_section(records))
+    sections.append(_provenance_section(records))
+    hardware = Counter(record.hardware for record in records if record.hardware)
+    dates = sorted(record.date for record in records if record.date)
+    facts = [
+        ("Records", f"{len(records):,}"),
+        ("Hardware", ", ".join(hardware) or "-"),
+        ("Models", ", ".join(dict.fromkeys(r.model for r in records if r.model)) or "-"),
+        ("Measured", "-" if not dates else f"{dates[0][:10]} to {dates[-1][:10]}"),
+    ]
+    return Page(
+        title=title,
+        lead="Every number on this page is a Record: a value with the command, versions and hardware behind it.",
+        facts=tuple(facts),
+        sections=tuple(section for section in sections if section is not None),
+        footer=f"Drawn by: {command}" if command else "",
+    )
+
+
+def problem(record: Record) -> str | None:
+    """Why a record cannot be placed, or None."""
+    kind = RECORD_KINDS.get(record.what)
+    if kind is None:
+        return "a name that this release does not draw"
+    missing = kind.missing(record)
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    if kind.unit != record.unit:
+        return f"unit {record.unit!r}, wanted {kind.unit!r}"
+    wrong = [key for key in POSITIVE_SETTINGS if key in kind.settings and not _is_positive(record.settings[key])]
+    if wrong:
+        return f"{', '.join(wrong)}: not a number above 0"
+    if record.value is not None and not math.isfinite(record.value):
+        return "a value that is not finite"
+    if record.what == "decode.step_ms" and record.value is not None and record.value <= 0:
+        return "a step time that is not above 0"
+    return None
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _plain_section(records: Sequence[Record]) -> Section | None:
+    """One plain table per known kind that has no drawing of its own."""
+    blocks = []
+    for name, kind in RECORD_KINDS.items():
+        rows = [r for r in records if r.what == name and r.value is not None]
+        if not rows or name in DRAWN_KINDS or name in FOLDED_KINDS:
+            continue
+        keys = [*kind.settings, *kind.optional]
+        blocks.append(
+            table_of(
+                name,
+                (*(key.replace("_", " ") for key in keys), f"value ({kind.unit})" if kind.unit else "value"),
+                [(*(_setting(r.settings.get(key)) for key in keys), figures_of(r.value)) for r in rows],
+                kind.meaning[:1].upper() + kind.meaning[1:] + ".",
+            )
+        )
+    return Section("more", "More measurements", "", tuple(blocks)) if blocks else None
+
+
+def _setting(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return figures_of(float(value), 6)
+    return value if isinstance(value, str) else json.dumps(value)[:60]
+
+
+def _other_section(records: Sequence[Record]) -> Section | None:
+    """What is not drawn above: unplaced records with the reason, known kinds without a row as counts."""
+    blocks = []
+    unplaced = [(record, why) for record in records if (why := problem(record)) is not None]
+    if unplaced:
+        blocks.append(
+            table_of(
+                "Records not drawn",
+                ("what", "value", "unit", "why", "settings"),
+                [
+                    (
+                        record.what,
+                        figures_of(record.value),
+                        record.unit or "-",
+                        why,
+                        json.dumps(record.settings, sort_keys=True)[:300],
+                    )
+                    for record, why in unplaced
+                ],
+            )
+        )
+    counts = Counter(record.what for record in records if record.what in FOLDED_KINDS)
+    empty = Counter(
+        record.what
+        for record in records
+        if record.value is None and record.what in RECORD_KINDS and record.what not in MAY_LACK_VALUE
+    )
+    if counts or empty:
+        rows = [(what, f"{count:,}", FOLDED_KINDS[what]) for what, count in counts.items()]
+        rows += [(what, f"{count:,}", "no value") for what, count in empty.items()]
+        blocks.append(table_of("Records without a row of their own", ("what", "records", "why"), rows))
+    return Section("others", "Not drawn", "", tuple(blocks)) if blocks else None
+
+
+def _provenance_section(records: Sequence[Record]) -> Section:
+    kinds = Counter(record.what for record in records)
+    commands = Counter(record.command for record in records if record.command)
+    versions: dict[str, set[str]] = {}
+    for record in records:
+        for package, version in record.versions.items():
+            versions.setdefault(package, set()).add(version)
+    commits = Counter(record.commit for record in records if record.commit)
+    return Section(
+        "provenance",
+        "Provenance",
+        "",
+        (
+            table_of("Records by kind", ("what", "records"), [(what, f"{n:,}") for what, n in sorted(kinds.items())]),
+            table_of("Commands", ("command", "records"), [(text, f"{n:,}") for text, n in commands.most_common()]),
+            table_of("Commits", ("commit", "records"), [(text, f"{n:,}") for text, n in commits.most_common()]),
+            table_of(
+                "Versions",
+                ("package", "versions"),
+                [(package, ", ".join(sorted(found))) for package, found in sorted(versions.items())],
+            ),
+        ),
+    )

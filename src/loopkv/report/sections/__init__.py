@@ -1,0 +1,1 @@
+"""One module per group of Records: each turns the ones it knows into a section, or None where there are none."""

@@ -1,0 +1,98 @@
+"""What the sections share: picking records, the arms' order and colours, and numbers as text."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from loopkv.records import Record
+from loopkv.report.plots import short_number
+
+_Key = TypeVar("_Key")
+BASELINE_ARMS = ("bf16", "bf16-stock", "BF16")
+
+
+def of_kind(records: Iterable[Record], *names: str) -> list[Record]:
+    """Records of the named kinds that have a value, in file order."""
+    return [record for record in records if record.what in names and record.value is not None]
+
+
+def text(record: Record, key: str) -> str:
+    """A setting as text."""
+    return str(record.settings.get(key, ""))
+
+
+def number(record: Record, key: str) -> float | None:
+    """A setting as a number, None where it is absent or is not one."""
+    value = record.settings.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def arms_of(records: Iterable[Record]) -> list[str]:
+    """Arms in order of first appearance: one order, hence one colour, for a whole section."""
+    return list(dict.fromkeys(text(record, "arm") for record in records))
+
+
+def grouped(records: Iterable[Record], key: Callable[[Record], _Key]) -> dict[_Key, list[Record]]:
+    """Records by key, keys in order of first appearance."""
+    groups: dict[_Key, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
+
+
+def latest(records: Iterable[Record], *keys: str) -> list[Record]:
+    """The last record of each combination of model and settings (a repeated run replaces the earlier one)."""
+    last: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        place = (record.model, *(str(record.settings.get(key)) for key in keys))
+        if place not in last or record.date >= last[place].date:
+            last[place] = record
+    return list(last.values())
+
+
+def baseline(arms: Sequence[str]) -> str | None:
+    """The arm that ratios refer to."""
+    return next((arm for arm in BASELINE_ARMS if arm in arms), None)
+
+
+def command(records: Sequence[Record]) -> str:
+    """Command line behind a figure: the one most of its records carry, shortened where it names many files."""
+    commands = [record.command for record in records if record.command]
+    if not commands:
+        return ""
+    most = max(dict.fromkeys(commands), key=commands.count)
+    return most if len(most) <= 400 else f"{most[:400]} ..."
+
+
+def report_command(paths: Sequence[str]) -> str:
+    """Command line of the report itself."""
+    return shlex.join(["loopkv", "report", *paths, "-o", "report.html"])
+
+
+def figures_of(value: float | None, digits: int = 4) -> str:
+    """A measurement with ``digits`` significant figures, or a dash."""
+    if value is None:
+        return "-"
+    return f"{value:,.{digits}g}" if 1e-3 <= abs(value) < 1e5 else short_number(value)
+
+
+def kib(value: float | None) -> str:
+    """Bytes as KiB."""
+    return "-" if value is None else f"{value / 1024:,.6g}"
+
+
+def interval(value: Any, scale: float = 1.0) -> str:
+    """A pair ``[low, high]`` as text, or a dash."""
+    if not (isinstance(value, list | tuple) and len(value) == 2):
+        return "-"
+    if not all(isinstance(end, int | float) for end in value):
+        return "-"
+    return f"{short_number(value[0] * scale)} to {short_number(value[1] * scale)}"
+
+
+def slug(*parts: object) -> str:
+    """An id for a figure: letters, digits and dashes."""
+    joined = "-".join(str(part) for part in parts).lower()
+    return "".join(c if c.isalnum() and c.isascii() else "-" for c in joined).strip("-")

@@ -1,0 +1,253 @@
+"""Decode throughput: sweeps over the batch, the step-time model, time by component, rows that could not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loopkv.errors import LoopKVError
+from loopkv.records import Record
+from loopkv.report.page import Figure, Section, Table, table_of
+from loopkv.report.plots import Series, bars, curves
+from loopkv.report.sections.common import (
+    arms_of,
+    baseline,
+    command,
+    figures_of,
+    grouped,
+    kib,
+    latest,
+    number,
+    of_kind,
+    slug,
+    text,
+)
+from loopkv.step_time import StepRow, StepTimeModel, hold_out, matched_tokens_per_s
+
+
+def decode_section(records: Sequence[Record]) -> Section | None:
+    """Everything of ``decode.*``."""
+    steps = of_kind(records, "decode.step_ms")
+    figures: list[Figure] = []
+    tables: list[Table] = []
+    for (model, hardware), group in grouped(steps, lambda r: (r.model or "", r.hardware)).items():
+        rows = latest(group, "arm", "context_tokens", "batch")
+        arms = arms_of(rows)
+        launches = _launches(records, model, hardware)
+        for context, at in sorted(grouped(rows, lambda r: int(r.settings["context_tokens"])).items()):
+            figure, table = _sweep(model, hardware, context, at, arms, launches)
+            figures.append(figure)
+            tables.append(table)
+        fits = _fit_table(rows, arms, f"{model} on {hardware}" if model else hardware)
+        tables += [fits] if fits is not None else []
+    blocks: list[Figure | Table] = [*figures, *tables, *_breakdown(records)]
+    refused = [record for record in records if record.what == "decode.refused"]
+    if refused:
+        blocks.append(
+            table_of(
+                "Rows that could not run",
+                ("arm", "context", "batch", "reason"),
+                [
+                    (
+                        text(r, "arm"),
+                        figures_of(number(r, "context_tokens"), 6),
+                        figures_of(number(r, "batch"), 6),
+                        text(r, "reason"),
+                    )
+                    for r in latest(refused, "arm", "context_tokens", "batch", "reason")
+                ],
+            )
+        )
+    if not blocks:
+        return None
+    lead = (
+        "B requests of one context decode together; a step gives each of them one token. Lower and further right is "
+        "not better or worse by itself: compare arms at one time per token, and where each stops for want of memory."
+    )
+    return Section("decode", "Decode throughput", lead, tuple(blocks))
+
+
+def peaks(records: Sequence[Record]) -> dict[tuple[str, int], Record]:
+    """The fastest row of each (arm, context), as its ``decode.step_ms`` record."""
+    best: dict[tuple[str, int], Record] = {}
+    for record in latest(of_kind(records, "decode.step_ms"), "arm", "context_tokens", "batch"):
+        place = (text(record, "arm"), int(record.settings["context_tokens"]))
+        if place not in best or _tok_s(record) > _tok_s(best[place]):
+            best[place] = record
+    return best
+
+
+def _tok_s(record: Record) -> float:
+    assert record.value is not None
+    return 1e3 * float(record.settings["batch"]) / record.value
+
+
+def _launches(records: Sequence[Record], model: str, hardware: str) -> dict[tuple[str, int], float]:
+    rows = [r for r in of_kind(records, "decode.launches") if (r.model or "", r.hardware) == (model, hardware)]
+    return {(text(r, "arm"), int(r.settings["context_tokens"])): float(r.value or 0) for r in rows}
+
+
+def _sweep(
+    model: str,
+    hardware: str,
+    context: int,
+    rows: Sequence[Record],
+    arms: Sequence[str],
+    launches: dict[tuple[str, int], float],
+) -> tuple[Figure, Table]:
+    by_arm = {arm: sorted(g, key=lambda r: float(r.settings["batch"])) for arm, g in grouped(rows, _arm).items()}
+    best = {arm: max(g, key=_tok_s) for arm, g in by_arm.items()}
+    base = baseline(list(by_arm))
+    bound_ms = best[base].value if base is not None else None
+    series = [
+        Series(
+            arm,
+            tuple(float(r.value or 0) for r in by_arm[arm]),
+            tuple(_tok_s(r) for r in by_arm[arm]),
+            labels=(*("" for _ in by_arm[arm][:-1]), f"{by_arm[arm][-1].settings['batch']}"),
+            colour=index,
+        )
+        for index, arm in enumerate(arms)
+        if arm in by_arm
+    ]
+    where = ", ".join(part for part in (model, hardware) if part)
+    table = []
+    for arm in (arm for arm in arms if arm in by_arm):
+        top = best[arm]
+        first = by_arm[arm][0]
+        matched = None
+        if bound_ms is not None:
+            pairs = [(int(r.settings["batch"]), float(r.value or 0) / 1e3) for r in by_arm[arm]]
+            matched = matched_tokens_per_s(pairs, bound_ms / 1e3)
+        ratio = "-" if base is None else f"{_tok_s(top) / _tok_s(best[base]):.2f}x"
+        table.append(
+            (
+                arm,
+                kib(number(top, "stored_bytes")),
+                kib(number(top, "read_bytes")),
+                figures_of(_tok_s(top)),
+                figures_of(number(top, "batch"), 6),
+                figures_of(top.value),
+                ratio,
+                figures_of(matched),
+                figures_of(first.value) if first.settings["batch"] == 1 else "-",
+                figures_of(launches.get((arm, context)), 6),
+            )
+        )
+    told = ", ".join(f"{row[0]} {row[3]} tok/s at batch {row[4]}" for row in table)
+    figure = Figure(
+        key=slug("decode", model, hardware, context),
+        title=f"Decode at {context:,} tokens of context",
+        explanation=(
+            f"{where}. Each line is one arm as its batch grows; the number at its end is the largest batch that "
+            "stayed resident. Further up at one time per token is better."
+        ),
+        alt=f"Tokens per second over time per token at {context:,} tokens: {told}.",
+        command=command(rows),
+        drawing=curves(
+            series,
+            "time per output token (ms)",
+            "decode tok/s",
+            log_x=True,
+            vertical=None if bound_ms is None or base is None else (bound_ms, f"{base} at its peak"),
+        ),
+    )
+    matched_name = "tok/s at\nmatched time" if bound_ms is None else f"tok/s at\n{bound_ms:.4g} ms"
+    columns = (
+        "arm",
+        "stored\nKiB/token",
+        "read\nKiB/token",
+        "peak\ntok/s",
+        "batch",
+        "step ms",
+        f"x {base}" if base else "ratio",
+        matched_name,
+        "batch-1\nstep ms",
+        "launches\nper step",
+    )
+    note = (
+        "KiB per token of history, both value planes. The matched column interpolates each arm's batch at the time per "
+        "token of the baseline's peak; a dash means that its smallest batch is already slower."
+    )
+    return figure, table_of(f"Decode at {context:,} tokens ({where})", columns, table, note)
+
+
+def _arm(record: Record) -> str:
+    return text(record, "arm")
+
+
+def _fit_table(rows: Sequence[Record], arms: Sequence[str], where: str) -> Table | None:
+    """The step-time model of every arm that has enough rows, with its error on rows it was not fitted to."""
+    lines = []
+    for arm in (*arms, None):
+        chosen = [r for r in rows if arm is None or text(r, "arm") == arm]
+        known = [
+            (weight, StepRow(float(r.value or 0) / 1e3, int(r.settings["batch"]), read))
+            for r in chosen
+            if (weight := number(r, "weight_bytes")) is not None
+            and (read := number(r, "read_bytes_per_request")) is not None
+        ]
+        if len({weight for weight, _ in known}) != 1:
+            continue
+        weight = known[0][0]
+        fitted, held = hold_out([row for _, row in known])
+        try:
+            model = StepTimeModel.fit(fitted, weight)
+        except LoopKVError:
+            continue
+        error = model.error(held) if held else None
+        lines.append(
+            (
+                "all arms" if arm is None else arm,
+                str(len(fitted)),
+                f"{model.t_fix_s * 1e3:.3g}",
+                f"{model.bandwidth_bytes_s / 1e12:.3g}",
+                str(len(held)),
+                "-" if error is None else f"{error.mean_absolute:.1%}",
+                "-" if error is None else f"{error.largest:+.1%}",
+            )
+        )
+    if not lines:
+        return None
+    return table_of(
+        f"Step-time model ({where})",
+        ("arm", "rows\nfitted", "t_fix ms", "BW TB/s", "rows\npredicted", "mean\nerror", "largest\nerror"),
+        lines,
+        "t(B) = t_fix + (W_T + B x D_read) / BW, least squares of relative errors; every third row in order of bytes "
+        "is left out of the fit and predicted.",
+    )
+
+
+def _breakdown(records: Sequence[Record]) -> list[Figure]:
+    figures = []
+    rows = of_kind(records, "decode.component_us")
+    for (model, hardware, context), group in grouped(
+        rows, lambda r: (r.model or "", r.hardware, int(r.settings["context_tokens"]))
+    ).items():
+        chosen = latest(group, "arm", "batch", "component")
+        cells = list(dict.fromkeys((text(r, "arm"), int(r.settings["batch"])) for r in chosen))
+        components = list(dict.fromkeys(text(r, "component") for r in chosen))
+        at = {
+            (text(r, "arm"), int(r.settings["batch"]), text(r, "component")): float(r.value or 0) / 1e3 for r in chosen
+        }
+        parts = [(name, [at.get((*cell, name), 0.0) for cell in cells]) for name in components]
+        totals = [sum(widths[i] for _, widths in parts) for i in range(len(cells))]
+        names = [f"{arm}, batch {batch}" for arm, batch in cells]
+        figures.append(
+            Figure(
+                key=slug("breakdown", model, hardware, context),
+                title=f"Where a decode step goes, {context:,} tokens",
+                explanation=f"GPU time of one decode step by component ({hardware}); the number is the sum in ms.",
+                alt="; ".join(f"{name}: {total:.3g} ms" for name, total in zip(names, totals, strict=True)) + ".",
+                command=command(group),
+                drawing=bars(names, parts, "GPU time per step (ms)", texts=[f"{total:.3g}" for total in totals]),
+                data=table_of(
+                    "GPU time per step (ms)",
+                    ("arm", *components, "sum"),
+                    [
+                        (name, *(f"{widths[i]:.3g}" for _, widths in parts), f"{totals[i]:.3g}")
+                        for i, name in enumerate(names)
+                    ],
+                ),
+            )
+        )
+    return figures

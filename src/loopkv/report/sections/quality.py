@@ -1,0 +1,233 @@
+"""What plans do to the model: damage against speed, prediction against measurement, task scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loopkv.records import Record
+from loopkv.report.page import Figure, Section, Table, table_of
+from loopkv.report.plots import Series, curves, intervals, predicted_measured, short_number
+from loopkv.report.sections.common import (
+    arms_of,
+    command,
+    figures_of,
+    grouped,
+    interval,
+    kib,
+    latest,
+    number,
+    of_kind,
+    slug,
+    text,
+)
+from loopkv.report.sections.decode import peaks
+
+RATIO_BAND = (0.85, 1.25)
+
+
+def quality_section(records: Sequence[Record]) -> Section | None:
+    """Everything of ``quality.*`` and ``additivity.*``, with the frontier where decode rows exist too."""
+    rows = latest(of_kind(records, "quality.kl_nats"), "arm", "documents", "activations")
+    unit = next((r.value for r in reversed(of_kind(records, "quality.kl_share_nats"))), None)
+    blocks: list[Figure | Table] = []
+    blocks += _frontiers(records, rows, unit)
+    if rows:
+        blocks.append(
+            table_of(
+                "Damage of plans",
+                (
+                    "arm",
+                    "documents",
+                    "activations",
+                    "KL nats",
+                    "95% interval",
+                    "in\nKL_share",
+                    "predicted",
+                    "same top\ntoken",
+                    "stored\nKiB/token",
+                    "read\nKiB/token",
+                ),
+                [
+                    (
+                        text(r, "arm"),
+                        text(r, "documents") or "-",
+                        text(r, "activations") or "fp32",
+                        short_number(float(r.value or 0)),
+                        interval(r.settings.get("ci95")),
+                        "-" if not unit else f"{float(r.value or 0) / unit:.3g}",
+                        "-" if number(r, "predicted_nats") is None else short_number(number(r, "predicted_nats") or 0),
+                        "-" if number(r, "top1") is None else f"{number(r, 'top1'):.2%}",
+                        kib(number(r, "stored_bytes")),
+                        kib(number(r, "read_bytes")),
+                    )
+                    for r in rows
+                ],
+            )
+        )
+    blocks += _additivity(records)
+    return Section("quality", "Damage", "fp32 KL to the exact model.", tuple(blocks)) if blocks else None
+
+
+def _frontiers(records: Sequence[Record], rows: Sequence[Record], unit: float | None) -> list[Figure]:
+    fast = peaks(records)
+    figures = []
+    for context in sorted({context for _, context in fast}):
+        both = [
+            (text(r, "arm"), float(r.value or 0), fast[text(r, "arm"), context])
+            for r in rows
+            if (text(r, "arm"), context) in fast
+        ]
+        both = [point for point in both if point[1] > 0]
+        if not both:
+            continue
+        speed = {arm: 1e3 * float(top.settings["batch"]) / float(top.value or 1) for arm, _, top in both}
+        scale, label = (unit, "KL / KL_share") if unit else (1.0, "KL (nats per token)")
+        on = [arm for arm, kl, _ in both if not any(k < kl and speed[a] >= speed[arm] for a, k, _ in both)]
+        on.sort(key=lambda arm: speed[arm])
+        damage = {arm: kl / scale for arm, kl, _ in both}
+        rest = [arm for arm in speed if arm not in on]
+        series = [
+            Series("frontier", tuple(speed[a] for a in on), tuple(damage[a] for a in on), labels=tuple(on), colour=0),
+            Series(
+                "behind it",
+                tuple(speed[a] for a in rest),
+                tuple(damage[a] for a in rest),
+                labels=tuple(rest),
+                colour=7,
+                line=False,
+                hollow=True,
+            ),
+        ]
+        figures.append(
+            Figure(
+                key=slug("frontier", context),
+                title=f"Damage against peak throughput, {context:,} tokens",
+                explanation="Lower (less damage) and further right (faster) is better; the line joins unbeaten arms.",
+                alt="; ".join(f"{arm}: {speed[arm]:.4g} tok/s at {short_number(damage[arm])}" for arm in speed) + ".",
+                command=command(list(rows)),
+                drawing=curves([one for one in series if one.x], "peak decode tok/s", label, log_y=True),
+            )
+        )
+    return figures
+
+
+def _additivity(records: Sequence[Record]) -> list[Figure | Table]:
+    blocks: list[Figure | Table] = []
+    rows = [
+        r for r in of_kind(records, "additivity.plan") if (number(r, "predicted_nats") or 0) > 0 and (r.value or 0) > 0
+    ]
+    correlations = of_kind(records, "additivity.correlation")
+    for documents, group in grouped(rows, lambda r: text(r, "documents")).items():
+        chosen = latest(group, "arm")
+        pairs = [
+            (number(r, "predicted_nats") or 0.0, float(r.value or 0), bool(r.settings.get("shares"))) for r in chosen
+        ]
+        ratios = [measured / predicted for predicted, measured, _ in pairs]
+        inside = sum(RATIO_BAND[0] <= ratio <= RATIO_BAND[1] for ratio in ratios)
+        known = [r for r in correlations if text(r, "documents") == documents]
+        said = f"; log-log correlation {known[-1].value:.4f}" if known else ""
+        series = [
+            Series(
+                name,
+                tuple(p for p, _, s in pairs if s == shares),
+                tuple(m for _, m, s in pairs if s == shares),
+                colour=colour,
+                hollow=shares,
+            )
+            for name, shares, colour in (("own codes only", False, 0), ("with shared cells", True, 1))
+            if any(s == shares for *_, s in pairs)
+        ]
+        blocks.append(
+            Figure(
+                key=slug("additivity", documents or "plans"),
+                title="Predicted against measured damage" + (f" ({documents} documents)" if documents else ""),
+                explanation=(
+                    f"{inside} of {len(ratios)} plans measure {RATIO_BAND[0]} to {RATIO_BAND[1]} x the sum of their "
+                    f"cells' damages{said}."
+                ),
+                alt=(
+                    f"Log-log scatter of {len(ratios)} plans, ratios from {min(ratios):.2f} to {max(ratios):.2f}{said}."
+                ),
+                command=command(group),
+                drawing=predicted_measured(series, RATIO_BAND),
+            )
+        )
+    if correlations and not rows:
+        blocks.append(
+            table_of(
+                "Correlation of predicted and measured damage",
+                ("documents", "r (log-log)", "plans"),
+                [
+                    (text(r, "documents"), figures_of(r.value), text(r, "plans") or "-")
+                    for r in latest(correlations, "documents")
+                ],
+            )
+        )
+    return blocks
+
+
+def task_section(records: Sequence[Record]) -> Section | None:
+    """Everything of ``tasks.accuracy``."""
+    rows = latest(of_kind(records, "tasks.accuracy"), "arm", "suite", "task")
+    if not rows:
+        return None
+    blocks: list[Figure | Table] = []
+    arms = arms_of(rows)
+    for suite, group in grouped(rows, lambda r: text(r, "suite")).items():
+        tasks = list(dict.fromkeys(text(r, "task") for r in group))
+        at = {(text(r, "arm"), text(r, "task")): r for r in group}
+        told = "; ".join(
+            f"{task}: " + ", ".join(f"{arm} {float(at[arm, task].value or 0):.0%}" for arm in arms if (arm, task) in at)
+            for task in tasks
+        )
+        blocks.append(
+            Figure(
+                key=slug("tasks", suite),
+                title=f"{suite}: score by task",
+                explanation="Mean score with its 95% interval where the record has one.",
+                alt=f"{told}.",
+                command=command(group),
+                drawing=intervals(
+                    tasks, [(arm, [_point(at.get((arm, task))) for task in tasks]) for arm in arms], "score (%)"
+                ),
+            )
+        )
+        blocks.append(
+            table_of(
+                suite,
+                (
+                    "task",
+                    "arm",
+                    "items",
+                    "score",
+                    "95% interval",
+                    "points\nto bf16",
+                    "95% interval\nof difference",
+                    "flips\ndown / up",
+                ),
+                [
+                    (
+                        text(r, "task"),
+                        text(r, "arm"),
+                        figures_of(number(r, "items"), 6),
+                        f"{float(r.value or 0):.1%}",
+                        interval(r.settings.get("ci95"), 100),
+                        "-" if (gap := number(r, "difference")) is None else f"{100 * gap:+.1f}",
+                        interval(r.settings.get("difference_ci95"), 100),
+                        "-" if number(r, "flips_down") is None else f"{text(r, 'flips_down')} / {text(r, 'flips_up')}",
+                    )
+                    for r in sorted(group, key=lambda r: (tasks.index(text(r, "task")), arms.index(text(r, "arm"))))
+                ],
+            )
+        )
+    return Section("tasks", "Tasks", "Differences are paired: the same items under both arms.", tuple(blocks))
+
+
+def _point(record: Record | None) -> tuple[float, float, float] | None:
+    if record is None:
+        return None
+    value = 100 * float(record.value or 0)
+    ends = record.settings.get("ci95")
+    if isinstance(ends, list | tuple) and len(ends) == 2 and all(isinstance(end, int | float) for end in ends):
+        return (value, min(value, 100 * ends[0]), max(value, 100 * ends[1]))
+    return (value, value, value)

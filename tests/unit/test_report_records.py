@@ -1,0 +1,137 @@
+"""Reports from Records alone: every kind drawn, nothing dropped silently, numbers as they were recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.html_page import check_page
+from support.record_data import all_records, decode_records, record, slo_records
+from typer.testing import CliRunner
+
+from loopkv.errors import LoopKVError
+from loopkv.record_kinds import RECORD_KINDS
+from loopkv.records import append_records
+from loopkv.report import write_records_report
+from loopkv.report.from_records import DRAWN_KINDS, FOLDED_KINDS, problem, records_page
+from loopkv.report.page import Table
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("results") / "r.jsonl"
+    append_records(path, all_records())
+    return path
+
+
+def tables(page: object) -> dict[str, Table]:
+    return {b.title: b for s in page.sections for b in s.blocks if isinstance(b, Table)}  # type: ignore[attr-defined]
+
+
+def test_the_page_is_well_formed_and_shows_every_section(results: Path, tmp_path: Path) -> None:
+    html = write_records_report([results], tmp_path / "r.html", png_folder=tmp_path / "png").read_text()
+    checker = check_page(html)
+    assert {"decode", "slo", "quality", "tasks", "kernels", "others", "provenance"} <= set(checker.ids)
+    page = records_page(all_records())
+    assert {f"{figure.key}.png" for figure in page.figures} == {path.name for path in (tmp_path / "png").iterdir()}
+
+
+def test_the_sample_has_every_kind() -> None:
+    assert {r.what for r in all_records()} >= DRAWN_KINDS
+    assert set(FOLDED_KINDS) | DRAWN_KINDS <= set(RECORD_KINDS)
+
+
+def test_decode_table_gives_the_recorded_numbers() -> None:
+    shown = tables(records_page(decode_records(noise=0.0)))
+    table = next(t for title, t in shown.items() if title.startswith("Decode at 8,192"))
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    # bf16: 85e9 / (768 KiB x 8,192 + 216 MiB) = 12.7 requests; eq. 1: 6.84 ms + (10.07e9 + 12 x D) / 1.29e12
+    read = (8192 - 288) * 768 * 1024 + 216 * 2**20
+    step = 6.84e-3 + (10.07e9 + 12 * read) / 1.29e12
+    assert rows["bf16"]["batch"] == "12"
+    assert rows["bf16"]["peak\ntok/s"] == f"{12 / step:,.4g}"
+    assert rows["bf16"]["x bf16"] == "1.00x" and rows["bf16"]["launches\nper step"] == "17"
+    assert rows["LoopKV-M"]["stored\nKiB/token"] == "155"
+
+
+def test_step_time_fit_recovers_the_constants_behind_the_rows() -> None:
+    shown = tables(records_page(decode_records(noise=0.0)))
+    table = next(t for title, t in shown.items() if title.startswith("Step-time model"))
+    for row in table.rows:
+        fields = dict(zip(table.columns, row, strict=True))
+        assert fields["t_fix ms"] == "6.84" and fields["BW TB/s"] == "1.29"
+        assert fields["mean\nerror"] == "0.0%"
+
+
+def test_capacity_says_when_the_lowest_rung_fails() -> None:
+    table = tables(records_page(slo_records()))["Capacity (req/s)"]
+    bf16 = next(row for row in table.rows if row[0] == "bf16")
+    assert bf16[-1] == "<0.04"
+
+
+def test_a_repeated_row_is_replaced_by_the_later_one() -> None:
+    old = record("decode.step_ms", 20.0, "ms", {"arm": "bf16", "context_tokens": 8192, "batch": 1})
+    new = old.model_copy(update={"value": 10.0, "date": "2026-05-01T00:00:00+00:00"})
+    for order in ([old, new], [new, old]):
+        table = next(t for title, t in tables(records_page(order)).items() if title.startswith("Decode"))
+        assert dict(zip(table.columns, table.rows[0], strict=True))["step ms"] == "10"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"what": "moon.phase"}, "a name that this release does not draw"),
+        ({"settings": {"arm": "a", "batch": 1}}, "lacks context_tokens"),
+        ({"unit": "s"}, "unit 's', wanted 'ms'"),
+        ({"settings": {"arm": "a", "batch": "many", "context_tokens": 5}}, "batch: not a number above 0"),
+        ({"settings": {"arm": "a", "batch": 0, "context_tokens": 5}}, "batch: not a number above 0"),
+        ({"value": float("nan")}, "a value that is not finite"),
+        ({"value": 0.0}, "a step time that is not above 0"),
+    ],
+)
+def test_records_that_cannot_be_placed_are_listed_with_the_reason(changes: dict[str, object], reason: str) -> None:
+    good = record("decode.step_ms", 20.0, "ms", {"arm": "a", "context_tokens": 8192, "batch": 1})
+    assert problem(good) is None
+    bad = good.model_copy(update=changes)
+    assert problem(bad) == reason
+    listed = tables(records_page([good, bad]))["Records not drawn"]
+    assert len(listed.rows) == 1
+    assert dict(zip(listed.columns, listed.rows[0], strict=True))["why"] == reason
+
+
+def test_every_record_is_somewhere() -> None:
+    """Each kind alone gives a page that shows it, or lists it among the records without a row."""
+    for kind in RECORD_KINDS:
+        settings = dict.fromkeys(RECORD_KINDS[kind].settings, 1.0)
+        made = record(kind, 1.0, RECORD_KINDS[kind].unit, settings)
+        only = [r for r in all_records() if r.what == kind and problem(r) is None] or [made]
+        sections = {section.key for section in records_page(only).sections}
+        assert sections - {"provenance"}, kind
+
+
+def test_hostile_settings_are_escaped(tmp_path: Path) -> None:
+    hostile = record("x<y", 1.0, "<b>", {"arm": "<img src=x onerror=alert(1)>"})
+    append_records(tmp_path / "r.jsonl", [hostile])
+    check_page(write_records_report([tmp_path / "r.jsonl"], tmp_path / "r.html").read_text())
+
+
+def test_no_record_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(LoopKVError, match="no record"):
+        write_records_report([tmp_path / "empty.jsonl"], tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_command_line(results: Path, tmp_path: Path) -> None:
+    import typer
+
+    from loopkv.cli.report import register
+
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    out = CliRunner().invoke(app, ["report", str(results), "-o", str(tmp_path / "page.html"), "--title", "T & T"])
+    assert out.exit_code == 0, out.output
+    assert "<title>T &amp; T</title>" in (tmp_path / "page.html").read_text()
+    assert json.loads(results.read_text().splitlines()[0])["what"] == "decode.step_ms"

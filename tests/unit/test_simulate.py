@@ -1,0 +1,223 @@
+"""The simulator: tiny traces by hand, equality with stepping one by one, conservation laws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loopkv.artifacts import Fingerprint
+from loopkv.bench.cache_arms import CacheArm, plan_arm, stock_arm
+from loopkv.bench.simulate import EngineModel, Replay, _Simulation, replay, simulate_ladder
+from loopkv.bench.slo import Bounds
+from loopkv.bench.workload import REASONING, Request, generate, with_arrivals
+from loopkv.errors import LoopKVError
+from loopkv.geometry import Geometry
+from loopkv.planner import named_plan
+from loopkv.step_time import StepTimeModel, request_read_bytes
+
+TINY = Geometry(architecture="ouro", loops=4, layers=4, query_heads=6, kv_heads=6, head_dim=64)
+OURO = Geometry(architecture="ouro", loops=4, layers=24, query_heads=16, kv_heads=16, head_dim=128)
+# t = 1 s + bytes / (1 B/s) without weights: with one byte read per token, a step of rows n1, n2 takes 1 + n1 + n2 s.
+PER_TOKEN = CacheArm("toy", 1, np.arange(1001), np.arange(1001).astype(float))
+
+
+def engine(pool_blocks: int, *, prefill: float = 1.0, **fields: int) -> EngineModel:
+    return EngineModel(StepTimeModel(1.0, 0.0, 1.0), pool_blocks + 1, prefill, **fields)  # type: ignore[arg-type]
+
+
+def request(arrival: float, prompt: int, output: int) -> Request:
+    return Request(prompt, output, arrival_s=arrival)
+
+
+def test_one_request_by_hand() -> None:
+    # Arrives at 5. Prefill of 3 tokens: 1 + 3 / 1 = 4 s, first token at 9 (TTFT 4).
+    # Decode steps end at 4 and 5 tokens: 1 + 4 and 1 + 5 s, tokens at 14 and 20. TPOT (20 - 9) / 2 = 5.5.
+    done = replay([request(5, 3, 3)], PER_TOKEN, engine(100))
+    (times,) = done.requests
+    assert (times.arrival_s, times.ttft_s, times.tpot_s, times.output_tokens) == (5, 4, 5.5, 3)
+    assert (done.steps, done.decoded_tokens, done.prefilled_tokens, done.duration_s) == (3, 2, 3, 20)
+    assert done.peak_blocks == 5 and done.preemptions == 0
+
+
+def test_a_second_request_joins_the_next_step() -> None:
+    # A (prompt 2, output 3) arrives at 0: prefill 1 + 2 = 3 s, first token at 3.
+    # B (prompt 2, output 1) arrives at 4, during A's decode step [3, 7] (3 tokens: 1 + 3 s).
+    # Step at 7: A reads 4, B prefills 2: 1 + 4 + 2 = 7 s, both get a token at 14; B ends, A ends (third token).
+    done = replay([request(0, 2, 3), request(4, 2, 1)], PER_TOKEN, engine(100))
+    a, b = done.requests
+    assert a.ttft_s == 3 and a.tpot_s == (14 - 3) / 2
+    assert b.ttft_s == 10 and b.tpot_s == 0.0
+    assert done.peak_running == 2 and done.duration_s == 14
+
+
+def test_admission_waits_for_blocks_of_the_whole_prompt() -> None:
+    # Pool of 6. A holds 3 to 5 (prompt 2, output 4). B (prompt 3) needs 3 free: only when A has ended.
+    # A: prefill ends at 3; decode to 3, 4, 5 tokens: 4 + 5 + 6 s, ends at 18. B: prefill 1 + 3 = 4 s, at 22.
+    done = replay([request(0, 2, 4), request(1, 4, 1)], PER_TOKEN, engine(6))
+    a, b = done.requests
+    assert a.ttft_s == 3 and a.tpot_s == 5.0
+    assert b.ttft_s == 22 + 1 - 1  # 18 + 1 + 4 = 23, less the arrival at 1
+    assert done.peak_blocks <= 6 and done.preemptions == 0
+
+
+def test_the_last_arrival_is_preempted_and_recomputed() -> None:
+    # Pool of 6, A and B: prompt 2, output 3 each, both at 0. One prefill step: 1 + 4 = 5 s, first tokens at 5.
+    # Step at 5 (3 tokens each, 6 blocks): 1 + 6 = 7 s, second tokens at 12. Step at 12: A needs 4, B is preempted
+    # (frees 3): 1 + 4 = 5 s, A's third token at 17, A ends. B is recomputed (2 + 2 tokens): 5 s, third at 22.
+    done = replay([request(0, 2, 3), request(0, 2, 3)], PER_TOKEN, engine(6))
+    a, b = done.requests
+    assert (a.ttft_s, a.tpot_s) == (5, 6.0)
+    assert (b.ttft_s, b.tpot_s) == (5, (22 - 5) / 2)
+    assert done.preemptions == 1 and done.prefilled_tokens == 4 + 4 and done.decoded_tokens == 2 + 1
+
+
+def test_chunked_prefill_shares_the_budget() -> None:
+    # Budget 4 tokens a step. A: prompt 6: chunks 4 and 2, B: prompt 3 gets the other 2, then 1.
+    # Steps: 1 + 4 = 5; then A 2 + B 2: 1 + 4 = 5, A's token at 10. Then A decodes (reads 7), B's last: 1 + 7 + 1.
+    done = replay([request(0, 6, 2), request(0, 3, 1)], PER_TOKEN, engine(50, max_batched_tokens=4, max_running=4))
+    a, b = done.requests
+    assert a.ttft_s == 10 and a.tpot_s == 9 and b.ttft_s == 19
+
+
+def test_chunk_cap_of_a_plan_that_shares() -> None:
+    capped = CacheArm("toy", 1, np.arange(1001), np.arange(1001).astype(float), chunk_tokens=2)
+    # 5 prompt tokens in chunks of 2, 2, 1: 3 + 3 + 2 = 8 s
+    assert replay([request(0, 5, 1)], capped, engine(50)).requests[0].ttft_s == 8
+
+
+def test_what_can_never_fit_fails_and_is_counted() -> None:
+    done = replay([request(0, 5, 10), request(0, 2, 2), request(1, 900, 200)], PER_TOKEN, engine(8))
+    assert [r.failed for r in done.requests] == [True, False, True]
+    assert "never fit" in (done.requests[0].error or "")
+
+
+def test_at_most_max_running_requests() -> None:
+    done = replay([request(0, 2, 5) for _ in range(5)], PER_TOKEN, engine(500, max_running=2, max_batched_tokens=64))
+    assert done.peak_running == 2 and not any(r.failed for r in done.requests)
+
+
+class Stepper(_Simulation):
+    """The same scheduler, one step at a time."""
+
+    def decode_run(self) -> bool:
+        return False
+
+
+TRACE = st.lists(st.tuples(st.floats(0, 200), st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=12)
+
+
+@given(trace=TRACE, pool=st.integers(20, 400), budget=st.integers(8, 64), chunk=st.sampled_from([None, 4, 16]))
+@settings(max_examples=150, deadline=None)
+def test_many_steps_at_once_equal_single_steps(
+    trace: list[tuple[float, int, int]], pool: int, budget: int, chunk: int | None
+) -> None:
+    requests = [request(*row) for row in trace]
+    arm = CacheArm("toy", 1, np.arange(1001), np.arange(1001).astype(float), chunk_tokens=chunk)
+    model = engine(pool, max_batched_tokens=budget, max_running=8)
+    fast, slow = replay(requests, arm, model), Stepper(requests, arm, model).run()
+    assert (fast.steps, fast.preemptions, fast.decoded_tokens, fast.prefilled_tokens, fast.peak_blocks) == (
+        slow.steps,
+        slow.preemptions,
+        slow.decoded_tokens,
+        slow.prefilled_tokens,
+        slow.peak_blocks,
+    )
+    for a, b in zip(fast.requests, slow.requests, strict=True):
+        if a.failed:
+            assert a == b
+            continue
+        assert a.ttft_s == pytest.approx(b.ttft_s, rel=1e-9) and a.tpot_s == pytest.approx(b.tpot_s, rel=1e-9)
+    check_conservation(requests, arm, model, fast)
+
+
+def check_conservation(requests: list[Request], arm: CacheArm, model: EngineModel, done: Replay) -> None:
+    """Every token is made once, no block is held twice, nobody is served before arriving."""
+    total = model.pool_blocks(arm)
+    assert 0 <= done.peak_blocks <= total
+    made = 0
+    for asked, got in zip(requests, done.requests, strict=True):
+        if got.failed:
+            assert got.output_tokens == 0
+            continue
+        assert got.output_tokens == asked.output_tokens
+        assert got.ttft_s is not None and got.ttft_s > 0 and got.tpot_s is not None and got.tpot_s >= 0
+        made += asked.output_tokens
+    served = sum(not r.failed for r in done.requests)
+    # Tokens come from decode rows and from the last chunk of each prefill (once, and once more per recompute).
+    assert made - served - done.preemptions <= done.decoded_tokens <= made - served
+    prompts = sum(a.prompt_tokens for a, r in zip(requests, done.requests, strict=True) if not r.failed)
+    assert done.prefilled_tokens >= prompts
+    assert (done.prefilled_tokens == prompts) or done.preemptions > 0
+
+
+@given(trace=TRACE, pool=st.integers(25, 90))
+@settings(max_examples=60, deadline=None)
+def test_plan_layouts_obey_the_same_laws(trace: list[tuple[float, int, int]], pool: int) -> None:
+    requests = [request(t, 20 * p, 10 * o) for t, p, o in trace]
+    arm = TINY_ARM
+    model = EngineModel(StepTimeModel(1e-3, 1e6, 1e9), (pool + 1) * arm.block_bytes, 1e4)
+    fast, slow = replay(requests, arm, model), Stepper(requests, arm, model).run()
+    assert (fast.steps, fast.preemptions, fast.peak_blocks) == (slow.steps, slow.preemptions, slow.peak_blocks)
+    assert fast.duration_s == pytest.approx(slow.duration_s, rel=1e-9)
+    check_conservation(requests, arm, model, fast)
+
+
+TINY_ARM = plan_arm(named_plan("kivi4-share3", Fingerprint(name="tiny", geometry=TINY)), 2000)
+
+
+def test_arms_take_their_numbers_from_the_layout_and_the_step_time_module() -> None:
+    plan = named_plan("kivi4-share3", Fingerprint(name="tiny", geometry=TINY))
+    assert TINY_ARM.layout is not None and TINY_ARM.chunk_tokens == 256 and TINY_ARM.plan_sha256 == plan.sha256
+    for tokens in (0, 1, 32, 319, 320, 1000, 1999):
+        read = request_read_bytes(TINY, plan.policy, plan.footprint, tokens)
+        assert TINY_ARM.read_bytes[tokens] == pytest.approx(read)
+    assert plan_arm(named_plan("kivi4", plan.fingerprint), 100).chunk_tokens is None
+    stock = stock_arm(TINY, 100)
+    # 16 cells x 2 x 6 heads x 64 x 2 B = 24,576 B a token, 16 tokens a block
+    assert stock.block_bytes == 16 * 24_576 and stock.read_bytes[10] == 245_760
+    assert list(stock.held_blocks[[0, 1, 16, 17, 100]]) == [0, 1, 1, 2, 7]
+    assert stock_arm(TINY, 10, element_bytes=1.0).block_bytes == 8 * 24_576
+
+
+def test_a_reasoning_trace_on_ouro_is_quick_and_orders_the_arms() -> None:
+    import time
+
+    identity = Fingerprint(name="ouro", geometry=OURO)
+    model = EngineModel(StepTimeModel(6.84e-3, 10.07e9, 1.29e12), 80 << 30, 20_000.0)
+    requests = with_arrivals(generate(REASONING, 60, 101), 0.07, 101)
+    arms = [stock_arm(OURO, 16_384), plan_arm(named_plan("kivi4", identity), 16_384)]
+    start = time.process_time()
+    stock, kivi = (replay(requests, arm, model) for arm in arms)
+    assert time.process_time() - start < 20  # two traces; a wide bound against a step-by-step regression
+    assert sum(r.output_tokens for r in kivi.requests) == sum(r.output_tokens for r in requests)
+    assert stock.preemptions >= kivi.preemptions and stock.duration_s > kivi.duration_s
+
+
+def test_ladder_and_its_capacity() -> None:
+    identity = Fingerprint(name="tiny", geometry=TINY)
+    arm = plan_arm(named_plan("kivi4", identity), 2000)
+    model = EngineModel(StepTimeModel(1e-3, 1e7, 1e10), 60 * arm.block_bytes, 1e5)
+    requests = [Request(100, 300) for _ in range(30)]
+    rungs, found = simulate_ladder(requests, arm, model, [0.5, 50.0, 0.5, 5.0], Bounds(1.0, 3.0, 2.2e-3), 1)
+    assert [rung.rate_per_s for rung in rungs] == [0.5, 5.0, 50.0]
+    assert rungs[0].score.attainment == 1.0
+    assert found.lowest_rate == 0.5 and found.highest_rate == 50.0
+    attained = [rung.score.attainment for rung in rungs]
+    assert attained == sorted(attained, reverse=True)
+    with pytest.raises(LoopKVError):
+        simulate_ladder(requests, arm, model, [], Bounds(1.0, 3.0, 1e-3), 1)
+
+
+def test_bad_engines_and_traces_are_refused() -> None:
+    with pytest.raises(LoopKVError, match="pool_bytes"):
+        EngineModel(StepTimeModel(1.0, 0.0, 1.0), 0, 1.0)
+    with pytest.raises(LoopKVError, match="max_batched_tokens"):
+        engine(10, max_batched_tokens=4, max_running=8)
+    with pytest.raises(LoopKVError, match="arrival_s"):
+        replay([Request(1, 1)], PER_TOKEN, engine(10))
+    with pytest.raises(LoopKVError, match="blocks"):
+        replay([request(0, 1, 1)], PER_TOKEN, EngineModel(StepTimeModel(1.0, 0.0, 1.0), 1, 1.0))
+    with pytest.raises(LoopKVError, match="hot share"):
+        plan_arm(named_plan("kivi4", Fingerprint(name="tiny", geometry=TINY)), 10, hot_share=1.5)
