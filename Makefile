@@ -18,7 +18,7 @@ help: ## show this list
 
 install: $(STAMP) ## make the environment (PyTorch, vLLM for CPUs, LoopKV)
 
-$(STAMP): pyproject.toml requirements/cpu-engine.txt requirements/cpu-engine-nodeps.txt
+$(STAMP): pyproject.toml requirements/cpu-engine.txt requirements/cpu-engine-nodeps.txt requirements/vllm-name/pyproject.toml
 	@echo "== installing into $(VENV): PyTorch 2.11 (PyPI carries its CUDA build: about 2.5 GB to download, 5 GB on disk),"
 	@echo "== vLLM 0.26 for CPUs and LoopKV. To use an environment that has torch 2.11 already: make $(MAKECMDGOALS) VENV=DIR"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
