@@ -9,6 +9,7 @@ from support.plans import make_plan
 
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.models import fingerprint_model, load_model, load_tokenizer
+from loopkv.policy import Policy
 from loopkv.reference import heldout_documents, model_folder
 
 MEMORY = ("int4",) * 4 + ("int4", "int2", "share", "int4") + ("share",) * 4 + ("int4",) * 4
@@ -34,6 +35,8 @@ def plans(fingerprint) -> dict[str, Plan]:
     for name, (options, tau) in PLANS.items():
         plan = make_plan(fingerprint.geometry, options, tau=tau)
         made[name] = plan.model_copy(update={"name": name, "fingerprint": fingerprint})
+    short = make_plan(fingerprint.geometry, MEMORY, policy=Policy(window_tokens=64))
+    made["short-window"] = short.model_copy(update={"name": "short-window", "fingerprint": fingerprint})
     return made
 
 

@@ -19,10 +19,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles its sampler even when eager: 25 s that test nothing of ours
 
-import torch  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
+import torch
+from vllm import LLM, SamplingParams
 
-from loopkv.reference import model_folder  # noqa: E402
+from loopkv.reference import model_folder
 
 NAN_BYTE = 0xFF
 TIE_MARGIN_NATS = 1e-2
@@ -92,6 +92,17 @@ class ServedEngine:
         row = next(i for i, name in enumerate(batch.req_ids) if name.startswith(request_id))
         return batch.block_table[group].block_table.cpu[row].clone()
 
+    def count_preemptions(self) -> None:
+        """Count from now on in ``preemptions``."""
+        self.preemptions = 0
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args, **kwargs):
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+
     def set_chunk(self, tokens: int) -> None:
         """Most new tokens of one request a step, from now on."""
         self.scheduler.scheduler_config.long_prefill_token_threshold = tokens
@@ -108,6 +119,7 @@ class ServedEngine:
         *,
         logprobs: int | None = 20,
         prompt_logprobs: int | None = None,
+        priority: list[int] | None = None,
         **sampling,
     ) -> list[Output]:
         """Greedy outputs of token prompts, all submitted at once; requests with n > 1 give several outputs."""
@@ -120,9 +132,8 @@ class ServedEngine:
             detokenize=False,
             **sampling,
         )
-        results = self.llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False
-        )
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        results = self.llm.generate(requests, parameters, use_tqdm=False, priority=priority)
         outputs = []
         for result in results:
             for completion in result.outputs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import PLANS
 from harness import plain
 
 from loopkv.codec import encode_keys, encode_values
@@ -21,7 +20,7 @@ BOUNDARY = 1e-4
 """How close to a rounding boundary, in code steps, fp32 noise may flip a code."""
 
 
-@pytest.fixture(scope="module", params=["bf16","int4","int2","memory"])
+@pytest.fixture(scope="module", params=["bf16", "int4", "int2", "memory"])
 def name(request):
     return request.param
 
@@ -62,9 +61,7 @@ def check_beyond(found: torch.Tensor, name: str) -> None:
 def test_prompt_logprobs_at_every_position(engine, documents, expected, name):
     engine.forget()
     output = engine.generate([documents[0][:TOKENS]], prompt_logprobs=20)[0]
-    found = [
-        differences(entry, expected[position]) for position, entry in enumerate(output.prompt_logprobs[1:])
-    ]
+    found = [differences(entry, expected[position]) for position, entry in enumerate(output.prompt_logprobs[1:])]
     print(name, [float(torch.cat(found[FIRST_CODED:]).quantile(q)) for q in (0.5, 0.9, 0.99, 1)])
     assert float(torch.cat(found[:FIRST_CODED]).max()) < 1e-4
     check_beyond(torch.cat(found[FIRST_CODED:]), name)
@@ -91,12 +88,12 @@ def test_codes_and_what_is_read_with_the_same_codes(engine, reference, documents
     ids = documents[1][:tokens]
     engine.forget()
     output, pages = serve_and_dump(engine, ids)
-    paged = PagedEngine(reference, plan, blocks=pool_blocks(engine.cache.layout, [tokens], 256), layout=engine.cache.layout)
+    paged = PagedEngine(
+        reference, plan, blocks=pool_blocks(engine.cache.layout, [tokens], 256), layout=engine.cache.layout
+    )
     request = paged.new_request()
     flips = inject(paged, request, pages)
-    logits = [
-        paged.step([NewTokens(request, ids[a : a + 256])], every_position=True)[0] for a in range(0, tokens, 256)
-    ]
+    logits = [paged.step([NewTokens(request, ids[a : a + 256])], every_position=True)[0] for a in range(0, tokens, 256)]
     expected = torch.log_softmax(torch.cat(logits).double(), dim=-1)
     reported = [plain(entry) for entry in output.prompt_logprobs[1:]]
     found = torch.cat([differences(entry, expected[i]) for i, entry in enumerate(reported)])
@@ -116,11 +113,12 @@ def serve_and_dump(engine, ids):
     llm.add_request("dump", {"prompt_token_ids": list(ids)}, parameters)
     output = None
     while output is None or not output.outputs[0].token_ids:
-        for output in llm.step():
-            pass
+        output = next(iter(llm.step()), output)
     layout = engine.cache.layout
     table = engine.block_table(HISTORY_LAYER, "dump")
-    first, last = (n // layout.policy.page_tokens for n in (layout.policy.sink_tokens, layout.policy.history_end(len(ids))))
+    first, last = (
+        n // layout.policy.page_tokens for n in (layout.policy.sink_tokens, layout.policy.history_end(len(ids)))
+    )
     history = engine.cache.operators.history_view(engine.cache.pool)
     pages = {}
     for cell, place in enumerate(layout.cells):
@@ -151,7 +149,11 @@ def inject(paged, request, served):
             (values, own_values, served_values, lambda s: s.repeat_interleave(struct.group, dim=-1)),
         ):
             steps = (x - spread(own.zero.float())) / spread(own.scale.float())
-            near = ((steps - steps.floor() - 0.5).abs() < BOUNDARY) | (spread(own.scale != theirs.scale)) | spread(own.zero != theirs.zero)
+            near = (
+                ((steps - steps.floor() - 0.5).abs() < BOUNDARY)
+                | (spread(own.scale != theirs.scale))
+                | spread(own.zero != theirs.zero)
+            )
             flipped = own.q != theirs.q
             flips["codes"] += flipped.numel()
             flips["flipped"] += int(flipped.sum())

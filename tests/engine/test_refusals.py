@@ -1,0 +1,198 @@
+"""What cannot be served is refused before any weight is loaded, in one sentence that says what to do."""
+
+from __future__ import annotations
+
+import json
+
+import harness  # noqa: F401 - sets the environment before vLLM is imported
+import pytest
+from support.plans import make_plan
+from vllm import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from loopkv.errors import LoopKVError, PlanFormatError, PlanMismatchError, PlanVersionError, UnsupportedError
+from loopkv.geometry import Geometry
+from loopkv.reference import model_folder
+from loopkv.vllm_plugin import compat
+from loopkv.vllm_plugin.hook import check_engine_features
+from loopkv.vllm_plugin.register import BACKEND_CLASS, register
+from loopkv.vllm_plugin.served import get_served
+from loopkv.vllm_plugin.settings import ServeSettings, SettingsError
+
+pytestmark = pytest.mark.engine
+
+
+def configure(settings, **options):
+    """vLLM's config for the reference model: everything that happens before weights load."""
+    arguments = {"model": str(model_folder()), "dtype": "float32", "max_model_len": 1024, **options}
+    if settings is not None:
+        arguments["additional_config"] = {"loopkv": settings}
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def refusal(settings, error=UnsupportedError, **options) -> str:
+    with pytest.raises(error) as caught:
+        configure(settings, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_exact_prefill_with_shared_cells_caps_chunks_at_the_window(plan_files):
+    config = configure({"plan": plan_files["memory"]})
+    assert config.scheduler_config.long_prefill_token_threshold == 256
+    assert get_served(config).chunk_tokens == 256
+    assert (
+        configure(
+            {"plan": plan_files["memory"]}, long_prefill_token_threshold=64
+        ).scheduler_config.long_prefill_token_threshold
+        == 64
+    )
+    assert (
+        configure(
+            {"plan": plan_files["memory"]}, long_prefill_token_threshold=512
+        ).scheduler_config.long_prefill_token_threshold
+        == 256
+    )
+
+
+def test_plans_without_shares_and_fast_prefill_take_any_chunk(plan_files):
+    for settings in (
+        {"plan": plan_files["int4"]},
+        {"plan": "kivi4"},
+        {"plan": plan_files["memory"], "prefill": "fast"},
+    ):
+        config = configure(settings, max_num_batched_tokens=4096)
+        assert config.scheduler_config.long_prefill_token_threshold == 0
+        assert get_served(config).chunk_tokens == 4096
+
+
+def test_the_plan_enters_the_hash_of_the_config(plan_files):
+    hashes = {configure({"plan": plan_files[name]}).compute_hash() for name in ("int4", "int2", "memory")}
+    assert len(hashes) == 3
+
+
+def test_without_settings_nothing_changes():
+    config = configure(None)
+    assert config.scheduler_config.long_prefill_token_threshold == 0
+    assert get_served(config) is None and not config.additional_config
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 5e4, "original_max_position_embeddings": 8192}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+OFFLOAD = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+FEATURES = {
+    "pipeline parallelism, got 2": {"pipeline_parallel_size": 2},
+    "context parallelism, got 2": {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
+    "KV connectors, got OffloadingConnector": {"kv_transfer_config": OFFLOAD},
+    "KV offloading, got 1.0 GiB": {"kv_offloading_size": 1.0},
+    "--kv-cache-dtype, got fp8, wanted auto": {"kv_cache_dtype": "fp8"},
+    "--disable-hybrid-kv-cache-manager": {"disable_hybrid_kv_cache_manager": True},
+    "speculative decoding, got ngram": {"speculative_config": NGRAM},
+    "quantised weights, got fp8": {"quantization": "fp8"},
+    "tensor parallel size, got 4, wanted a divisor of the 6 kv heads": {"tensor_parallel_size": 4},
+    "rotary embedding, got 'yarn'": {"hf_overrides": {"rope_parameters": YARN}},
+}
+
+
+@pytest.mark.parametrize("said", FEATURES)
+def test_engine_features_that_are_not_served(plan_files, said):
+    assert said in refusal({"plan": plan_files["memory"]}, **FEATURES[said])
+
+
+def test_sleep_mode():
+    """vLLM refuses it on a CPU by itself; on a GPU the hook does."""
+    config = configure(None)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(UnsupportedError, match="sleep mode"):
+        check_engine_features(config, ServeSettings(plan="kivi4"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "plan, got nothing"),
+        ([], "wanted an object"),
+        ({"plan": "kivi4", "prefil": "fast"}, "did you mean 'prefill'?"),
+        ({"plan": "kivi4", "prefill": "quick"}, "wanted Input should be 'exact' or 'fast'"),
+        ({"plan": 7}, "plan, got 7"),
+        ({"plan": "kivi4", "accept_weights": "yes"}, "accept_weights"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, said):
+    assert said in refusal(settings, SettingsError)
+
+
+def test_unknown_plan_names_suggest_a_near_one():
+    assert "kivi4" in refusal({"plan": "kivi5"})
+
+
+def test_a_timed_seed_has_no_meaning_on_a_cpu():
+    assert "got timed" in refusal({"plan": "kivi4", "seed": "timed"})
+
+
+def test_plans_for_another_model(plans, tmp_path):
+    plan = plans["int4"]
+    other = plan.fingerprint.model_copy(update={"weights_sha256": "0" * 64})
+    plan.model_copy(update={"fingerprint": other}).save(tmp_path / "weights.json")
+    assert "other weights" in refusal({"plan": str(tmp_path / "weights.json")}, PlanMismatchError)
+    configure({"plan": str(tmp_path / "weights.json"), "accept_weights": True})
+    geometry = plan.fingerprint.geometry
+    for change in ({"loops": 3}, {"layers": 5}, {"head_dim": 32}, {"kv_heads": 3}):
+        wrong = make_plan(Geometry.model_validate({**geometry.model_dump(), **change}), "int4")
+        wrong.save(tmp_path / "geometry.json")
+        assert "another geometry" in refusal(
+            {"plan": str(tmp_path / "geometry.json"), "accept_weights": True}, PlanMismatchError
+        )
+
+
+def test_plan_files_that_are_broken(plans, tmp_path):
+    assert "No such file" in refusal({"plan": str(tmp_path / "missing.json")}, PlanFormatError)
+    assert "a directory" in refusal({"plan": str(tmp_path)}, PlanFormatError)
+    path = tmp_path / "plan.json"
+    plans["memory"].save(path)
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) // 2])
+    assert "broken JSON" in refusal({"plan": str(path)}, PlanFormatError)
+    data = json.loads(whole)
+    path.write_text(json.dumps({**data, "schema_version": 99}))
+    assert "upgrade loopkv" in refusal({"plan": str(path)}, PlanVersionError)
+    path.write_text(json.dumps({**data, "options": data["options"][:-1]}))
+    assert "15 cells" in refusal({"plan": str(path)}, PlanFormatError)
+    path.write_text(json.dumps({**data, "options": ["int5", *data["options"][1:]]}))
+    assert "did you mean 'int4'" in refusal({"plan": str(path)}, PlanFormatError)
+
+
+def test_another_plugin_on_the_custom_backend():
+    register_backend(AttentionBackendEnum.CUSTOM, "other.plugin.Backend")
+    try:
+        assert "taken by another plugin, got other.plugin.Backend" in refusal({"plan": "kivi4"})
+    finally:
+        register_backend(AttentionBackendEnum.CUSTOM, BACKEND_CLASS)
+
+
+def test_another_vllm_series(monkeypatch):
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.27.1")
+    assert "got 0.27.1, wanted 0.26.x" in refusal({"plan": "kivi4"})
+    configure(None)
+
+
+def test_registering_twice_changes_nothing():
+    from vllm.config import CompilationConfig
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from loopkv.vllm_plugin.cells import register_attend_op
+
+    register()
+    register()
+    register_attend_op()
+    assert CompilationConfig._attention_ops.count("vllm::loopkv_attend") == 1
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({})
+
+
+def test_every_error_survives_a_trip_between_processes():
+    import pickle
+
+    error = SettingsError("plan", got=1, wanted=2, hint="try")
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, LoopKVError) and str(again) == str(error)
