@@ -21,6 +21,9 @@ from loopkv.models.base import LoopedModel
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 25}  # fp64 temporaries that stay in a core's cache; device memory
 
+_WILD_NATS = 60.0
+"""Beyond this change of a centred logit, e^x outgrows what single-precision weights resolve; and nothing is tiny."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExactPredictions:
@@ -97,5 +100,10 @@ def centred_kl(exact_logits: Tensor, weights: Tensor, logits: Tensor) -> Tensor:
     p = weights.double()
     x = logits.double().sub_(exact_logits)
     x -= torch.linalg.vecdot(p, x).unsqueeze(-1)
+    wild = x.amax(-1) > _WILD_NATS
     excess = torch.expm1(x).sub_(x)
-    return torch.log1p(torch.linalg.vecdot(p, excess).clamp_min_(0.0))
+    kl = torch.log1p(torch.linalg.vecdot(p, excess).clamp_min_(0.0))
+    if bool(wild.any()):
+        a, b = (torch.log_softmax(rows[wild].double(), dim=-1) for rows in (exact_logits, logits))
+        kl[wild] = (a.exp() * (a - b)).sum(-1).clamp_min_(0.0)
+    return kl
