@@ -159,11 +159,21 @@ def _pack_bits(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _unpack_bits(data: Tensor, bits: int) -> Tensor:
-    """Inverse of ``_pack_bits``."""
+@functools.lru_cache(maxsize=8)
+def _byte_codes(bits: int, device: torch.device) -> Tensor:
+    """The codes of every byte value, packed into one integer per value: [256] int16 (4 bits) or int32 (2 bits)."""
     per_byte = 8 // bits
-    shifts = torch.arange(per_byte, device=data.device, dtype=torch.uint8) * bits
-    return ((data.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
+    shifts = torch.arange(per_byte, device=device) * bits
+    codes = (torch.arange(256, device=device)[:, None] >> shifts) & ((1 << bits) - 1)
+    dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return codes.to(torch.uint8).view(dtypes[per_byte]).flatten()
+
+
+def _unpack_bits(data: Tensor, bits: int) -> Tensor:
+    """Inverse of ``_pack_bits``: one table look-up per byte."""
+    table = _byte_codes(bits, data.device)
+    codes = table.index_select(0, data.flatten().int()).view(torch.uint8)
+    return codes.view(*data.shape[:-1], -1)
 
 
 def _value_channels(head_dim: int) -> Tensor:
@@ -182,12 +192,11 @@ def _pack_values(codes: Tensor, head_dim: int) -> Tensor:
     return _pack_bits(codes.index_select(-2, slots).index_select(-1, channels).flatten(-2), 2)
 
 
-def _unpack_values(data: Tensor, page_tokens: int, head_dim: int) -> Tensor:
-    """Inverse of ``_pack_values``."""
-    slots = _inverse(_slot_tokens(page_tokens)).to(data.device)
-    channels = _inverse(_value_channels(head_dim)).to(data.device)
-    codes = _unpack_bits(data, 2).unflatten(-1, (page_tokens, head_dim))
-    return codes.index_select(-1, channels).index_select(-2, slots)
+def _natural_values(codes: Tensor, page_tokens: int, head_dim: int) -> Tensor:
+    """Codes [..., S * D] in the order of the value planes to [..., S, D] in natural order."""
+    slots = _inverse(_slot_tokens(page_tokens)).to(codes.device)
+    channels = _inverse(_value_channels(head_dim)).to(codes.device)
+    return codes.unflatten(-1, (page_tokens, head_dim)).index_select(-2, slots).index_select(-1, channels)
 
 
 def pack_page(struct: PageStruct, keys: CodedKeys, values: CodedValues) -> Tensor:
@@ -235,9 +244,10 @@ def unpack_page(struct: PageStruct, data: Tensor) -> tuple[CodedKeys, CodedValue
         blocks.append(codes.unflatten(-1, (tokens, block)).index_select(-1, order))
         offset += nbytes
     k = torch.cat(blocks, dim=-1)
-    v = _unpack_values(raw(struct.v_codes), tokens, dim)
+    v = _unpack_bits(raw(struct.v_codes), 2)
     if struct.bits == 4:
-        v = (v << 2) | _unpack_values(raw(struct.v_low), tokens, dim)
+        v = (v << 2) | _unpack_bits(raw(struct.v_low), 2)
+    v = _natural_values(v, tokens, dim)
     return (
         CodedKeys(k.transpose(-3, -2), halves(struct.k_scales), halves(struct.k_zeros), struct.bits),
         CodedValues(v.transpose(-3, -2), scales(struct.v_scales), scales(struct.v_zeros), struct.bits),
