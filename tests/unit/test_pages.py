@@ -97,3 +97,11 @@ def test_scales_of_a_value_group_lie_pair_by_pair() -> None:
     token, group = 11, 2
     tile, pair, which = token // 8, token % 8 // 2, token % 2
     assert plane[group * 32 + pair * 8 + tile * 2 + which] == values.scale[0, token, 0, group]
+
+
+@pytest.mark.parametrize("option", [INT4, INT2])
+def test_no_pages_pack_and_unpack_to_no_pages(option: Option) -> None:
+    struct = page_struct(option, 6, 64, Policy())
+    keys, values = unpack_page(struct, torch.empty(0, struct.nbytes, dtype=torch.uint8))
+    assert keys.q.shape == values.q.shape == (0, 32, 6, 64)
+    assert pack_page(struct, keys, values).shape == (0, struct.nbytes)

@@ -173,7 +173,7 @@ def _unpack_bits(data: Tensor, bits: int) -> Tensor:
     """Inverse of ``_pack_bits``: one table look-up per byte."""
     table = _byte_codes(bits, data.device)
     codes = table.index_select(0, data.flatten().int()).view(torch.uint8)
-    return codes.view(*data.shape[:-1], -1)
+    return codes.view(*data.shape[:-1], data.shape[-1] * 8 // bits)
 
 
 def _value_channels(head_dim: int) -> Tensor:
