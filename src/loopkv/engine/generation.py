@@ -55,16 +55,26 @@ class Sampling:
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
         """One token id of logits [V]; drawn in fp64 on the host, so that a seed means the same everywhere."""
-        if not bool(torch.isfinite(logits).all()):
-            raise LoopKVError("logits", got="values that are not finite", wanted="finite logits")
         if self.temperature == 0:
-            return int(logits.argmax())
+            return greedy(logits)
+        _check_finite(logits)
         probabilities = torch.softmax(logits.double().cpu() / self.temperature, dim=-1)
         if self.top_p < 1:
             ranked, order = probabilities.sort(descending=True, stable=True)
             ranked[ranked.cumsum(0) - ranked >= self.top_p] = 0.0  # the token that crosses top_p stays
             probabilities = torch.zeros_like(probabilities).scatter(0, order, ranked)
         return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def greedy(logits: Tensor) -> int:
+    """The most likely token of logits [V]."""
+    _check_finite(logits)
+    return int(logits.argmax())
+
+
+def _check_finite(logits: Tensor) -> None:
+    if not bool(torch.isfinite(logits).all()):
+        raise LoopKVError("logits", got="values that are not finite", wanted="finite logits")
 
 
 @dataclass(frozen=True, slots=True)
