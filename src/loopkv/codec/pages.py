@@ -10,14 +10,17 @@ AND per pair (``kernels/csrc/fragments.cuh`` says how). With channel blocks of 1
 
     k_codes   [block][token][channel]       channels permuted in units of 8 (4 bits) or 16 (2 bits): the even ones,
                                             then the odd ones, so that the halves of a word hold neighbours
-    v_codes,  [slot][block][lane][channel]  2-bit codes, lane r of 8 holds channels 4 r .. 4 r + 3 of every 32
-    v_low                                   (the high plane of int4, the whole code of int2; the low plane of int4)
+    v_codes   [block][lane][tile][pair][token][channel]
+                                            2-bit codes (the high plane of int4, the whole code of int2); lane 4 r + t
+                                            of 32 holds channels 4 r .. 4 r + 3 of every 32, tokens 2 t and 2 t + 1 of
+                                            every 8; a word has one token in each half (``_high_order``)
+    v_low     [slot][block][r][channel]     the low plane of int4, token by token (32 bytes at 128 channels: one
+                                            sector of memory), because V precision skips it token by token
     k_scales  [channel]        fp16         likewise k_zeros
-    v_scales  [group][slot]    fp16         slots permuted once more; likewise v_zeros
+    v_scales  [group][t][tile][token] fp16  likewise v_zeros
 
-A token's low plane is contiguous (32 bytes at 128 channels: one sector of memory), which is what V precision skips.
-Geometries that the kernels do not serve (a page that is no multiple of 8 tokens, heads no multiple of 32) keep the
-natural order.
+Geometries that the kernels do not serve (pages of other than 32 tokens, heads no multiple of 32) keep the natural
+order in ``v_codes``, and wherever a permutation does not divide them.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from loopkv.codec.kivi import CodedKeys, CodedValues
 from loopkv.options import Option
 from loopkv.policy import Policy
 
-PAGE_VERSION = 2
+PAGE_VERSION = 3
 CELL_ALIGNMENT_BYTES = 128
+_KERNEL_PAGE_TOKENS = 32
 _TILE_TOKENS = 8
 _UNIT_CHANNELS = 32
 
@@ -148,7 +152,9 @@ def _scale_tokens(page_tokens: int) -> Tensor:
 
 
 def _inverse(order: Tensor) -> Tensor:
-    return torch.argsort(order)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return places
 
 
 def _pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -177,7 +183,7 @@ def _unpack_bits(data: Tensor, bits: int) -> Tensor:
 
 
 def _value_channels(head_dim: int) -> Tensor:
-    """Channel at each place of a slot of the value planes, over all blocks."""
+    """Channel at each place of a slot of the low plane, over all blocks."""
     order, start = [], 0
     for block in _blocks(head_dim):
         order.append(_value_order(block) + start)
@@ -185,18 +191,54 @@ def _value_channels(head_dim: int) -> Tensor:
     return torch.cat(order)
 
 
-def _pack_values(codes: Tensor, head_dim: int) -> Tensor:
-    """2-bit codes [..., H, S, D] to bytes [..., H, S * D / 4]."""
-    slots = _slot_tokens(codes.shape[-2]).to(codes.device)
-    channels = _value_channels(head_dim).to(codes.device)
-    return _pack_bits(codes.index_select(-2, slots).index_select(-1, channels).flatten(-2), 2)
+@functools.lru_cache(maxsize=64)
+def _low_order(page_tokens: int, head_dim: int) -> Tensor:
+    """``token * D + channel`` of the code at each place of the low plane."""
+    return (_slot_tokens(page_tokens)[:, None] * head_dim + _value_channels(head_dim)).flatten()
 
 
-def _natural_values(codes: Tensor, page_tokens: int, head_dim: int) -> Tensor:
-    """Codes [..., S * D] in the order of the value planes to [..., S, D] in natural order."""
-    slots = _inverse(_slot_tokens(page_tokens)).to(codes.device)
-    channels = _inverse(_value_channels(head_dim)).to(codes.device)
-    return codes.unflatten(-1, (page_tokens, head_dim)).index_select(-2, slots).index_select(-1, channels)
+@functools.lru_cache(maxsize=64)
+def _high_order(page_tokens: int, head_dim: int) -> Tensor:
+    """``token * D + channel`` of the code at each place of ``v_codes``."""
+    if page_tokens != _KERNEL_PAGE_TOKENS or head_dim % _UNIT_CHANNELS:
+        return torch.arange(page_tokens * head_dim)
+    parts, start = [], 0
+    for block in _blocks(head_dim):
+        groups = block // 32
+        # a code's indices: two tiles of 16 tokens m, two of 8 k, t, token e; channel group pair h, group g, r, i
+        m, k, t, e = (torch.arange(n) for n in (2, 2, 4, 2))
+        h, g, r, i = (torch.arange(n) for n in (max(1, groups // 2), min(2, groups), 8, 4))
+
+        def grid(*axes: Tensor) -> list[Tensor]:
+            return list(torch.meshgrid(*axes, indexing="ij"))
+
+        if block == 128:  # [m][r][t][k][h][e][g][i]: 16 bytes a lane and tile of 16 tokens
+            m, r, t, k, h, e, g, i = grid(m, r, t, k, h, e, g, i)
+        else:  # [r][t][m][k][e][g][i]: a lane's four token pairs together
+            r, t, m, k, e, g, i = grid(r, t, m, k, e, g, i)
+            h = torch.zeros_like(r)
+        token, channel = 16 * m + 8 * k + 2 * t + e, start + 32 * (2 * h + g) + 4 * r + i
+        parts.append((token * head_dim + channel).flatten())
+        start += block
+    return torch.cat(parts)
+
+
+def _permute(codes: Tensor, order: Tensor) -> Tensor:
+    """Codes [..., S * D] uint8 in the given order; neighbours that stay together move as one integer."""
+    if len(order) % 4 == 0 and bool((order.view(-1, 4) == order[::4, None] + torch.arange(4)).all()):
+        quads = codes.view(torch.int32)[..., (order[::4] // 4).to(codes.device)]
+        return quads.view(torch.uint8)
+    return codes[..., order.to(codes.device)]
+
+
+def _pack_plane(codes: Tensor, order: Tensor) -> Tensor:
+    """2-bit codes [..., H, S, D] to bytes [..., H, S * D / 4] in the given order."""
+    return _pack_bits(_permute(codes.flatten(-2).contiguous(), order), 2)
+
+
+def _unpack_plane(data: Tensor, order: Tensor, page_tokens: int, head_dim: int) -> Tensor:
+    """Inverse of ``_pack_plane``."""
+    return _permute(_unpack_bits(data, 2), _inverse(order)).unflatten(-1, (page_tokens, head_dim))
 
 
 def pack_page(struct: PageStruct, keys: CodedKeys, values: CodedValues) -> Tensor:
@@ -215,9 +257,10 @@ def pack_page(struct: PageStruct, keys: CodedKeys, values: CodedValues) -> Tenso
         values.zero.movedim(-3, -1).index_select(-1, tokens).flatten(-2),
     )
     parts += [half.contiguous().view(torch.uint8) for half in halves]
-    parts.append(_pack_values(v if struct.bits == 2 else v >> 2, struct.head_dim))
+    high, low = (order(struct.page_tokens, struct.head_dim) for order in (_high_order, _low_order))
+    parts.append(_pack_plane(v if struct.bits == 2 else v >> 2, high))
     if struct.bits == 4:
-        parts.append(_pack_values(v & 3, struct.head_dim))
+        parts.append(_pack_plane(v & 3, low))
     return torch.cat(parts, dim=-1).flatten(-2)
 
 
@@ -244,10 +287,9 @@ def unpack_page(struct: PageStruct, data: Tensor) -> tuple[CodedKeys, CodedValue
         blocks.append(codes.unflatten(-1, (tokens, block)).index_select(-1, order))
         offset += nbytes
     k = torch.cat(blocks, dim=-1)
-    v = _unpack_bits(raw(struct.v_codes), 2)
+    v = _unpack_plane(raw(struct.v_codes), _high_order(tokens, dim), tokens, dim)
     if struct.bits == 4:
-        v = (v << 2) | _unpack_bits(raw(struct.v_low), 2)
-    v = _natural_values(v, tokens, dim)
+        v = (v << 2) | _unpack_plane(raw(struct.v_low), _low_order(tokens, dim), tokens, dim)
     return (
         CodedKeys(k.transpose(-3, -2), halves(struct.k_scales), halves(struct.k_zeros), struct.bits),
         CodedValues(v.transpose(-3, -2), scales(struct.v_scales), scales(struct.v_zeros), struct.bits),
