@@ -26,6 +26,7 @@ from torch import Tensor
 from loopkv.policy import Policy
 
 QUERY_BLOCK_TOKENS = 256
+_MASKS = 16  # masks kept: every cell of a step asks for the same one, and one of a long context takes megabytes
 
 
 class KV(NamedTuple):
@@ -182,7 +183,7 @@ def _history_ends(policy: Policy, first: int, tokens: int) -> list[int]:
     return [policy.history_end(first + 1 + row) for row in range(tokens)]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=_MASKS)
 def _policy_mask(policy: Policy, first: int, tokens: int) -> Tensor:
     ends = torch.tensor(_history_ends(policy, first, tokens))[:, None]
     position = torch.arange(first, first + tokens)[:, None]
@@ -193,7 +194,7 @@ def _policy_mask(policy: Policy, first: int, tokens: int) -> Tensor:
     return torch.cat([sink <= position, history < ends, (recent >= ends) & (recent <= position)], dim=1)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=_MASKS)
 def _causal_mask(first: int, tokens: int, device: torch.device) -> Tensor:
     position = torch.arange(first, first + tokens, device=device)[:, None]
     return torch.arange(first + tokens, device=device) <= position

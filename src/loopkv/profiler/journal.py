@@ -69,14 +69,14 @@ class Journal:
             self._entries = {str(row["name"]): row["value"] for row in rows[1:]}
         except (ValueError, KeyError, TypeError, IndexError):
             raise LoopKVError(
-                f"journal {self.path}", got="a file that is no journal", hint="move it away, or restart the run"
+                f"journal {self.path}", got="a file that is no journal", hint="move it away"
             ) from None
         if found != key:
             raise LoopKVError(
                 f"journal {self.path} belongs to another run",
                 got=f"key {str(found)[:12]}",
                 wanted=f"key {key[:12]} (this model, policy, documents and options)",
-                hint="finish that run, choose another output, or restart this one (--restart)",
+                hint="finish that run, delete the file (`loopkv profile --restart` does), or choose another",
             )
 
     def _append(self, row: dict[str, Any]) -> None:
