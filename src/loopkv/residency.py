@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from loopkv.policy import Policy
 
@@ -94,15 +95,47 @@ class Residency:
         return min(entries, self.sink_window_entries) + max(0, entries - first)
 
     def max_window_blocks(self, in_flight_tokens: int, max_tokens: int) -> int:
-        """Most window blocks that one request of up to ``max_tokens`` tokens can hold at any moment.
+        """Most window blocks that one request of up to ``max_tokens`` tokens holds at any moment. Exact.
 
-        ``in_flight_tokens`` bounds its tokens that are scheduled but not processed. Live tokens are the sink and
-        ``[E(p), p + in_flight)`` with ``p - E(p) <= W + P - 1``; a run of t tokens touches at most
-        ``ceil((t - 1) / bw) + 1`` blocks.
+        ``in_flight_tokens`` bounds its tokens that are scheduled but not processed: with ``p`` processed tokens it
+        holds its sink and what ``[E(p), p + in_flight)`` touches.
         """
-        live = self.policy.window_tokens + self.policy.page_tokens - 1 + in_flight_tokens
-        run = math.ceil((live - 1) / self.window_block_tokens) + 1
-        return min(self.sink_window_entries + run, self.window_entries(max_tokens))
+        return _max_window_blocks(self, in_flight_tokens, max_tokens)
+
+    # Chunks longer than the window, where the model reads a chunk's own tokens from its activations: tokens that leave
+    # the window within their own chunk are never read exact again and need no block.
+
+    def null_window_entries(self, held_entries: int, tokens: int, *, keep_resume_point: bool) -> range:
+        """New entries (after ``held_entries``) of a chunk that ends at ``tokens`` tokens which get the null block.
+
+        With ``keep_resume_point`` the window before the chunk's last resume point keeps its blocks: without them a
+        prefix-cache hit would be impossible wherever a chunk ends.
+        """
+        keep = self.policy.history_end(tokens)
+        if keep_resume_point:
+            resume = self.last_resume_point(tokens)
+            if tokens - resume < self.grid_tokens:
+                keep = min(keep, self.policy.history_end(resume))
+        return range(max(held_entries, self.sink_window_entries), keep // self.window_block_tokens)
+
+    def max_window_blocks_with_nulls(self, steps_in_flight: int, max_tokens: int) -> int:
+        """``max_window_blocks`` for chunks of any length whose leaving tokens have the null block.
+
+        Live are the sink, the window before the processed tokens and one tail per step in flight:
+        at most a window before a resume point that lies less than a grid step before the chunk's end.
+        """
+        tail = self._touched(self._window_span + self.grid_tokens - 1)
+        most = self.sink_window_entries + self._touched(self._window_span) + steps_in_flight * tail
+        return min(most, self.window_entries(max_tokens))
+
+    @property
+    def _window_span(self) -> int:
+        """Most tokens between ``E(n)`` and ``n``."""
+        return self.policy.window_tokens + self.policy.page_tokens - 1
+
+    def _touched(self, tokens: int) -> int:
+        """Most window blocks that a run of ``tokens`` tokens touches."""
+        return math.ceil((tokens - 1) / self.window_block_tokens) + 1
 
     # -- prefix-cache hits --------------------------------------------------------------------------------------------
 
@@ -136,3 +169,12 @@ class Residency:
             if self.can_resume_at(tokens) and (coded_entries is None or self.history_entries(tokens) <= coded_entries):
                 return tokens
         return 0
+
+
+@lru_cache(maxsize=4096)  # asked for thousands of lengths while vLLM looks for the longest that fits
+def _max_window_blocks(rule: Residency, in_flight_tokens: int, max_tokens: int) -> int:
+    policy = rule.policy
+    # Beyond the first coded page, what is held depends on p modulo the page and the window block.
+    period = math.lcm(policy.page_tokens, rule.window_block_tokens)
+    lengths = range(min(max_tokens, policy.first_coded_position + 1 + period))
+    return max(rule.window_blocks(min(p + in_flight_tokens, max_tokens), in_flight_tokens) for p in lengths)

@@ -37,25 +37,28 @@ class LateHashingManager(SingleTypeKVCacheManager):
         if self.block_size != kv_cache_spec.block_size:
             raise ValueError("LoopKV does not run with context parallelism")
         self.residency: Residency = kv_cache_spec.residency
-        self._uncommitted: dict[str, tuple[Request, int]] = {}
+        self._uncommitted: dict[str, tuple[Request, int, int | None]] = {}
 
     def _full_entries(self, tokens: int) -> int:
         """Leading table entries that are final once ``tokens`` tokens are computed."""
         raise NotImplementedError
 
+    def _retained(self, request: Request, entries: range, retention_interval: int | None) -> list[bool] | None:
+        """Which of ``entries`` a prefix-cache hit may need; None means all."""
+        return None
+
     def cache_blocks(self, request: Request, num_tokens: int, retention_interval: int | None = None) -> None:
         """Note that ``num_tokens`` tokens will be computed by the step now being scheduled; hash them later."""
-        del retention_interval  # dense caching: every hit needs the whole window before its boundary
-        _, known = self._uncommitted.get(request.request_id, (request, 0))
-        self._uncommitted[request.request_id] = (request, max(known, num_tokens))
+        _, known, _ = self._uncommitted.get(request.request_id, (request, 0, None))
+        self._uncommitted[request.request_id] = (request, max(known, num_tokens), retention_interval)
 
     def new_step_starts(self) -> None:
         """Hash what the steps before this one compute: the device runs them first."""
-        for request, num_tokens in self._uncommitted.values():
-            self._commit(request, num_tokens)
+        for request, num_tokens, retention_interval in self._uncommitted.values():
+            self._commit(request, num_tokens, retention_interval)
         self._uncommitted.clear()
 
-    def _commit(self, request: Request, num_tokens: int) -> None:
+    def _commit(self, request: Request, num_tokens: int, retention_interval: int | None) -> None:
         # A request that is dropped in the pass that scheduled it has not been advanced yet: its num_computed_tokens
         # leaves out what will now never be computed.
         full = self._full_entries(min(num_tokens, request.num_computed_tokens))
@@ -69,6 +72,7 @@ class LateHashingManager(SingleTypeKVCacheManager):
             num_full_blocks=full,
             block_size=self.block_size,
             kv_cache_group_id=self.kv_cache_group_id,
+            block_mask=self._retained(request, range(cached, full), retention_interval),
         )
         self.num_cached_block[request.request_id] = full
 
@@ -196,22 +200,34 @@ class WindowManager(LateHashingManager):
     def _hit_entries(self, blocks: Sequence[KVCacheBlock], tokens: int) -> Sequence[KVCacheBlock]:
         return blocks[: tokens // self.block_size]
 
-    def _null_range(self, held: int, num_tokens: int) -> range:
-        """Entries after ``held`` that get the null block: their tokens leave the window within their own chunk.
+    def _retained(self, request: Request, entries: range, retention_interval: int | None) -> list[bool] | None:
+        """As vLLM's sliding windows under VLLM_PREFIX_CACHE_RETENTION_INTERVAL: keep what hits at few places need.
 
-        The window before the last resume point stays, so that every chunk leaves one place to hit.
+        Those are the multiples of the interval (none if 0), the end of the prompt and a prefix seen to be shared.
         """
+        if retention_interval is None:
+            return None
+        rule = self.residency
+        boundaries = [request.num_prompt_tokens - 1]
+        if rule.history_entries(request.shared_prefix_boundary):
+            # vLLM takes the history's longer hit for a proof of sharing. Without history any prompt "hits" that far.
+            boundaries.append(request.shared_prefix_boundary)
+        ends = [rule.last_resume_point(tokens, grid_tokens=self.scheduler_block_size) for tokens in boundaries]
+
+        def needed(entry: int) -> bool:
+            after = (entry + 1) * self.block_size
+            hits = [tokens for tokens in ends if tokens >= after]
+            if retention_interval:
+                hits.append(-(-after // retention_interval) * retention_interval)
+            return entry < rule.sink_window_entries or any(rule.first_live_window_entry(t) <= entry for t in hits)
+
+        return [needed(entry) for entry in entries]
+
+    def _null_entries(self, held: int, num_tokens: int) -> range:
+        """Entries after ``held`` that get the null block: their tokens leave the window within their own chunk."""
         if not self._null_leaving:
             return range(0)
-        keep = self.residency.policy.history_end(num_tokens)
-        resume = (
-            self.residency.last_resume_point(num_tokens, grid_tokens=self.scheduler_block_size)
-            if self.enable_caching
-            else 0
-        )
-        if resume:
-            keep = min(keep, self.residency.policy.history_end(resume))
-        return range(max(held, self.residency.sink_window_entries), keep // self.block_size)
+        return self.residency.null_window_entries(held, num_tokens, keep_resume_point=self.enable_caching)
 
     def get_num_blocks_to_allocate(
         self,
@@ -232,7 +248,7 @@ class WindowManager(LateHashingManager):
         hit = () if table else self._hit_entries(new_computed_blocks, num_local_computed_tokens)
         held, entries = max(len(table), len(hit)), self.residency.window_entries(num_tokens)
         if not apply_admission_cap or self._max_admission_blocks_per_request is None:
-            new = max(0, entries - held) - len(self._null_range(held, num_tokens))
+            new = max(0, entries - held) - len(self._null_entries(held, num_tokens))
             return new + self._get_num_evictable_blocks(hit)
         taken = [block for block in hit if not block.is_null]
         life = len(taken) + max(0, entries - held)
@@ -248,7 +264,7 @@ class WindowManager(LateHashingManager):
         held, entries = len(table), self.residency.window_entries(num_tokens)
         if entries <= held:
             return []
-        nulls = self._null_range(held, num_tokens)
+        nulls = self._null_entries(held, num_tokens)
         new = iter(self.block_pool.get_new_blocks(entries - held - len(nulls)))
         table.extend(self._null_block if entry in nulls else next(new) for entry in range(held, entries))
         return table[held:]

@@ -20,6 +20,8 @@ from loopkv.residency import Residency
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+MAX_STEPS_IN_FLIGHT = 2  # of one request, with async scheduling (more only with pipeline parallelism, which is refused)
+
 
 def _same(specs: Sequence[Any]) -> Any:
     """The one spec of a group; an AssertionError is how vLLM learns that layers do not belong together."""
@@ -98,7 +100,10 @@ class WindowSpec(SlidingWindowSpec):
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Most blocks of one request at any moment: what admission reserves and what start-up checks."""
         in_flight = min(self.in_flight_tokens, max_in_flight_tokens)
-        return self.residency.max_window_blocks(in_flight, max_model_len)
+        most = self.residency.max_window_blocks(in_flight, max_model_len)
+        if self.null_leaving:
+            most = min(most, self.residency.max_window_blocks_with_nulls(MAX_STEPS_IN_FLIGHT, max_model_len))
+        return most
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of the longest request's sink and window while it prefills."""
