@@ -6,6 +6,7 @@ those of the reference; this module only finds the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ from loopkv.layout import Layout
 from loopkv.options import INT4
 from loopkv.vllm_plugin.metadata import Step
 from loopkv.vllm_plugin.metrics import Counters
+
+DECODED_BYTES = 64 << 20
+"""Rows are decoded together up to this many bytes of fp32 history per cell."""
 
 
 class Places(NamedTuple):
@@ -68,6 +72,22 @@ class Row:
         return self.last - self.first
 
 
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows whose memory is gathered and decoded at once. Each then attends by itself: batch mates change nothing.
+
+    Args:
+        rows: the rows.
+        exact: sink and recent tokens of all rows, row by row.
+        history, shared: pages that own-coded and shared cells read, row by row.
+    """
+
+    rows: tuple[Row, ...]
+    exact: Places
+    history: Places
+    shared: Places
+
+
 class CpuOperators:
     """See ``Operators``. Between calls it keeps the host plan of the current step and nothing else."""
 
@@ -81,7 +101,10 @@ class CpuOperators:
             page_struct(place.option, self.heads, self.dim, self.policy) if place.option.coded else None
             for place in layout.cells
         )
+        page_bytes = 2 * self.policy.page_tokens * self.heads * self.dim * torch.float32.itemsize
+        self._group_pages = max(1, DECODED_BYTES // page_bytes)
         self._rows: tuple[Row, ...] = ()
+        self._groups: tuple[RowGroup, ...] = ()
         self._append_tokens = torch.empty(0, dtype=torch.int64)
         self._append = Places(self._append_tokens, self._append_tokens)
 
@@ -118,9 +141,8 @@ class CpuOperators:
         window = self.window_view(step.pool)
         window[self._append.block, cell, 0, self._append.inside] = k[self._append_tokens]
         window[self._append.block, cell, 1, self._append.inside] = v[self._append_tokens]
-        for row in self._rows:
-            span = slice(row.start, row.start + row.queries)
-            out[span] = self._attend_row(cell, row, q[span], k[span], v[span], step.pool, window)
+        for group in self._groups:
+            self._attend_group(cell, group, q, k, v, out, step.pool, window)
 
     # planning
 
@@ -139,8 +161,22 @@ class CpuOperators:
             tokens.append(torch.arange(row.start, row.start + count)[kept])
             appended.append(Places(places.block[kept], places.inside[kept]))
         self._rows = tuple(rows)
+        self._groups = tuple(self._group(rows))
         self._append_tokens = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
         self._append = _join_places(appended)
+
+    def _group(self, rows: list[Row]) -> Iterator[RowGroup]:
+        """Cut the rows into groups whose decoded pages stay below ``DECODED_BYTES`` (or single rows)."""
+        taken: list[Row] = []
+        pages = 0
+        for row in rows:
+            if taken and pages + len(row.history.block) > self._group_pages:
+                yield _row_group(taken)
+                taken, pages = [], 0
+            taken.append(row)
+            pages += len(row.history.block)
+        if taken:
+            yield _row_group(taken)
 
     def _plan_row(self, index: int, start: int, first: int, last: int, step: Step) -> Row:
         policy = self.policy
@@ -237,37 +273,72 @@ class CpuOperators:
 
     # attention
 
-    def _attend_row(self, cell: int, row: Row, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, window: Tensor) -> Tensor:
+    def _attend_group(
+        self, cell: int, group: RowGroup, q: Tensor, k: Tensor, v: Tensor, out: Tensor, pool: Tensor, window: Tensor
+    ) -> None:
         place = self.layout.cells[cell]
-        sink = KV(*(window[row.sink.block, cell, part, row.sink.inside][None] for part in (0, 1)))
-        recent = KV(
-            *(
-                torch.cat([window[row.recent.block, cell, part, row.recent.inside], new])[None]
-                for part, new in enumerate((k, v))
-            )
-        )
-        if len(row.late.block) and not place.option.shares:
-            begin = row.late_start - min(row.recent_start, row.first)
-            tokens = slice(begin, begin + len(row.late.block) * self.policy.page_tokens)
-            self._write_pages(pool, cell, row.late, recent.k[0, tokens], recent.v[0, tokens])
-        pages = row.shared_pages if place.option.shares else len(row.history.block)
-        places = Places(row.history.block[:pages], row.history.inside[:pages])
+        if not place.option.shares:
+            for row in group.rows:
+                if len(row.late.block):
+                    self._code_late(cell, row, k, v, pool, window)
         reads_int4 = self.layout.cells[place.holder].option == INT4
-        cold = self.layout.tau is not None and reads_int4 and row.queries == 1 and pages > 0
-        history, cold_values = self._read_pages(pool, cell, places, cold=cold)
-        if cold:
-            assert cold_values is not None and self.layout.tau is not None
-            o, hot = cold_attention(
-                q[None], row.first, sink, history, cold_values, recent, self.policy, self.layout.tau
-            )
-            self.counters.add("hot_values", int(hot.sum()))
-            self.counters.add("decode_values", pages * self.policy.page_tokens * self.heads)
-            return o[0]
-        mask = row.shared_mask if place.option.shares else row.mask
-        joined = KV(
-            *(torch.cat([h, s.float(), r.float()], dim=1) for h, s, r in zip(history, sink, recent, strict=True))
+        precise = self.layout.tau is not None and reads_int4 and any(row.queries == 1 for row in group.rows)
+        places = group.shared if place.option.shares else group.history
+        history, cold = self._read_pages(pool, cell, places, cold=precise) if len(places.block) else (None, None)
+        exact = window[group.exact.block, cell, :, group.exact.inside].float()  # [N, 2, H, D]
+        new = torch.stack([k, v], dim=1).float()
+        exact_end = history_end = 0
+        for row in group.rows:
+            span = slice(row.start, row.start + row.queries)
+            count = row.shared_pages if place.option.shares else len(row.history.block)
+            pages = slice(history_end, history_end + count * self.policy.page_tokens)
+            near = slice(exact_end, exact_end + len(row.sink.block) + len(row.recent.block))
+            exact_end, history_end = near.stop, pages.stop
+            if precise and row.queries == 1 and count:
+                assert history is not None and cold is not None
+                recent = torch.cat([exact[near][len(row.sink.block) :], new[span]])
+                sink = exact[near][: len(row.sink.block)]
+                out[span] = self._attend_precisely(row, q[span], sink, history, cold, pages, recent)
+                continue
+            mask = row.shared_mask if place.option.shares else row.mask
+            parts = [[exact[near, part], new[span, part]] for part in (0, 1)]
+            if history is not None and count:
+                parts = [[history[part][0, pages], *parts[part]] for part in (0, 1)]
+            joined = KV(*(torch.cat(part)[None] for part in parts))
+            out[span] = masked_attention(q[span][None], joined, mask)[0]
+
+    def _attend_precisely(
+        self, row: Row, q: Tensor, sink: Tensor, history: KV, cold: Tensor, pages: slice, recent: Tensor
+    ) -> Tensor:
+        """A decode row under V precision: q and result [1, Hq, D], sink and recent [N, 2, H, D]."""
+        assert self.layout.tau is not None
+        near, far = (KV(x[None, :, 0], x[None, :, 1]) for x in (sink, recent))
+        own = KV(history.k[:, pages], history.v[:, pages])
+        o, hot = cold_attention(q[None], row.first, near, own, cold[:, pages], far, self.policy, self.layout.tau)
+        self.counters.add("hot_values", int(hot.sum()))
+        self.counters.add("decode_values", (pages.stop - pages.start) * self.heads)
+        return o[0]
+
+    def _code_late(self, cell: int, row: Row, k: Tensor, v: Tensor, pool: Tensor, window: Tensor) -> None:
+        """Code the pages that hold tokens of this very chunk, from the window and the activations."""
+        span = slice(row.start, row.start + row.queries)
+        begin = row.late_start - min(row.recent_start, row.first)
+        tokens = slice(begin, begin + len(row.late.block) * self.policy.page_tokens)
+        keys, values = (
+            torch.cat([window[row.recent.block, cell, part, row.recent.inside], x[span]])[tokens]
+            for part, x in enumerate((k, v))
         )
-        return masked_attention(q[None], joined, mask)[0]
+        self._write_pages(pool, cell, row.late, keys, values)
+
+
+def _row_group(rows: list[Row]) -> RowGroup:
+    shared = [Places(row.history.block[: row.shared_pages], row.history.inside[: row.shared_pages]) for row in rows]
+    return RowGroup(
+        rows=tuple(rows),
+        exact=_join_places([places for row in rows for places in (row.sink, row.recent)]),
+        history=_join_places([row.history for row in rows]),
+        shared=_join_places(shared),
+    )
 
 
 def _join_places(places: list[Places]) -> Places:
