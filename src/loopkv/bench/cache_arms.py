@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loopkv.artifacts import Plan
-from loopkv.errors import LoopKVError
+from loopkv.artifacts import Fingerprint, Plan
+from loopkv.bench.arms import EngineArm
+from loopkv.errors import LoopKVError, UnsupportedError
 from loopkv.footprint import plan_footprint
 from loopkv.geometry import Geometry
 from loopkv.layout import Layout, lay_out
@@ -73,7 +74,7 @@ def stock_arm(geometry: Geometry, max_tokens: int, *, name: str = "bf16-stock", 
     token_bytes = exact * element_bytes / 2
     tokens = np.arange(max_tokens + 1)
     held = -(-tokens // STOCK_BLOCK_TOKENS)
-    return CacheArm(name, math.ceil(token_bytes * STOCK_BLOCK_TOKENS), held, tokens * token_bytes)
+    return CacheArm(name, math.ceil(token_bytes * STOCK_BLOCK_TOKENS), held, tokens * np.float64(token_bytes))
 
 
 def plan_arm(
@@ -97,7 +98,9 @@ def plan_arm(
     pages = (tokens - policy.window_tokens) // policy.page_tokens
     end = np.maximum(policy.sink_tokens, policy.page_tokens * pages)
     history = np.minimum(tokens, end) - np.minimum(tokens, policy.sink_tokens)
-    read = history * plan.footprint.read_bytes_at(hot_share) + (tokens - history) * float(layout.window_token_bytes)
+    read: FloatArray = history * plan.footprint.read_bytes_at(hot_share) + (tokens - history) * np.float64(
+        layout.window_token_bytes
+    )
     return CacheArm(
         name=name or plan.name,
         block_bytes=layout.block_bytes,
@@ -107,6 +110,31 @@ def plan_arm(
         plan_sha256=plan.sha256,
         layout=layout,
     )
+
+
+_STOCK_ELEMENT_BYTES = {"auto": 2.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
+
+
+def cache_arm(arm: EngineArm, identity: Fingerprint, max_tokens: int, *, hot_share: float = 1.0) -> CacheArm:
+    """The cache of a benchmark arm; ``hot_share`` applies to plans that set tau.
+
+    Raises:
+        LoopKVError: an unreadable plan or one for another geometry.
+        UnsupportedError: a stock cache whose bytes are not known here.
+    """
+    plan = arm.load_plan(identity)
+    if plan is not None:
+        share = hot_share if plan.tau is not None else 1.0
+        exact = dict(arm.settings).get("prefill", "exact") == "exact"
+        return plan_arm(plan, max_tokens, name=arm.label, hot_share=share, exact_prefill=exact)
+    if arm.kv_cache_dtype not in _STOCK_ELEMENT_BYTES or arm.skip_layers:
+        raise UnsupportedError(
+            f"simulating arm {arm.label}",
+            got=arm.spec,
+            wanted=", ".join(f"stock:{name}" for name in _STOCK_ELEMENT_BYTES),
+        )
+    bytes_each = _STOCK_ELEMENT_BYTES[arm.kv_cache_dtype]
+    return stock_arm(identity.geometry, max_tokens, name=arm.label, element_bytes=bytes_each)
 
 
 def _check_tokens(max_tokens: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loopkv.bench.workload import Request, decode_context_tokens
 from loopkv.errors import LoopKVError
 
 ATTAINMENT_RULE = 0.95
@@ -101,6 +102,17 @@ class CapacityRatio:
     ci95: tuple[float, float]
     share_at_least: dict[str, float]
     draws: int
+
+
+def tau0_context_tokens(requests: Sequence[Request], rule: str) -> float:
+    """Context at which tau0 is taken: the workload's own mean over decode steps, or the paper's shorter one.
+
+    Raises:
+        LoopKVError: a rule other than ``own`` and ``short``.
+    """
+    if rule not in (OWN_RULE, SHORT_RULE):
+        raise LoopKVError("tau0 rule", got=repr(rule)[:80], wanted=f"{SHORT_RULE} or {OWN_RULE}")
+    return decode_context_tokens(requests) * (SHORT_RULE_FRACTION if rule == SHORT_RULE else 1.0)
 
 
 def middle_requests(requests: Sequence[RequestTimes]) -> tuple[RequestTimes, ...]:

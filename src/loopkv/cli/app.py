@@ -21,6 +21,8 @@ VERBS: tuple[str, ...] = (
     "capacity",
     "serve",
     "bench",
+    "simulate",
+    "report",
     "demo",
 )
 """Modules of this package with a ``register(app)`` function, in the order of the help text."""

@@ -1,0 +1,140 @@
+"""Arms of a benchmark as a user writes them: ``[LABEL=]stock[:DTYPE]`` or ``[LABEL=]PLAN``, then ``,KEY=VALUE``.
+
+``stock`` is vLLM's own cache (``stock:fp8`` another ``--kv-cache-dtype``); anything else is a plan file or the name of
+a hand-made plan. Keys of a plan: ``prefill``, ``seed``; of a stock cache: ``skip_layers=72-95`` (layers by number that
+keep the model's dtype). Examples: ``bf16=stock``, ``fp8=stock:fp8``, ``kivi4``, ``LoopKV-M=memory.json,seed=timed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loopkv.artifacts import Fingerprint, Plan
+from loopkv.errors import LoopKVError
+from loopkv.planner import named_plan
+
+STOCK = "stock"
+PLAN_KEYS = ("prefill", "seed")
+STOCK_KEYS = ("skip_layers",)
+MAX_LAYER = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArm:
+    """One way to run the engine.
+
+    Args:
+        label: in tables, plots and Records.
+        spec: as the user wrote it, without the label.
+        plan: plan file or name; None for vLLM's own cache.
+        kv_cache_dtype: of vLLM's own cache.
+        skip_layers: layers that keep the model's dtype in vLLM's own cache.
+        settings: further settings of the plugin, as sorted pairs.
+    """
+
+    label: str
+    spec: str
+    plan: str | None
+    kv_cache_dtype: str = "auto"
+    skip_layers: tuple[int, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def stock(self) -> bool:
+        """True for vLLM's own cache."""
+        return self.plan is None
+
+    def additional_config(self) -> dict[str, Any]:
+        """What the engine gets as ``additional_config`` (empty for a stock cache)."""
+        if self.plan is None:
+            return {}
+        plan = str(Path(self.plan).resolve()) if _is_file(self.plan) else self.plan
+        return {"loopkv": {"plan": plan, **dict(self.settings)}}
+
+    def load_plan(self, identity: Fingerprint) -> Plan | None:
+        """The plan, checked against the model's geometry; None for a stock cache.
+
+        Raises:
+            LoopKVError: an unreadable plan, an unknown name, or a plan for another geometry.
+        """
+        if self.plan is None:
+            return None
+        plan = Plan.load(self.plan) if _is_file(self.plan) else named_plan(self.plan, identity)
+        plan.check_serves(identity)
+        return plan
+
+
+def _is_file(plan: str) -> bool:
+    return plan.endswith(".json") or Path(plan).exists()
+
+
+def parse_arm(text: str) -> EngineArm:
+    """Read one arm.
+
+    Raises:
+        LoopKVError: an empty part or an unknown key.
+    """
+    head, *pairs = text.split(",")
+    if head.startswith(("per-loop:", "per-layer:")) or "=per-loop:" in head or "=per-layer:" in head:
+        head, pairs = text, []  # their own lists use commas
+    label, equals, spec = head.partition("=")
+    spec = spec if equals else label
+    if not label or not spec:
+        raise LoopKVError("arm", got=repr(text)[:80], wanted="[LABEL=]stock[:DTYPE] or [LABEL=]PLAN")
+    kind, colon, dtype = spec.partition(":")
+    stock = kind == STOCK
+    if stock and colon and not dtype:
+        raise LoopKVError("arm", got=repr(text)[:80], wanted="a cache dtype after 'stock:'")
+    if not equals:
+        label = (dtype or "bf16-stock") if stock else Path(spec).stem if spec.endswith(".json") else spec
+    options: dict[str, str] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        known = STOCK_KEYS if stock else PLAN_KEYS
+        if key not in known or not sign or not value or key in options:
+            raise LoopKVError(f"arm {label}", got=repr(pair)[:80], wanted=" or ".join(f"{k}=VALUE" for k in known))
+        options[key] = value
+    layers = _layers(options.pop("skip_layers", ""), label)
+    return EngineArm(
+        label=label,
+        spec=text.partition("=")[2] if equals else text,
+        plan=None if stock else spec,
+        kv_cache_dtype=dtype or "auto" if stock else "auto",
+        skip_layers=layers,
+        settings=tuple(sorted(options.items())),
+    )
+
+
+def _layers(text: str, label: str) -> tuple[int, ...]:
+    if not text:
+        return ()
+    low, dash, high = text.partition("-")
+    if not low.isdecimal() or (dash and not high.isdecimal()):
+        raise LoopKVError(f"arm {label}: skip_layers", got=repr(text)[:80], wanted="FIRST-LAST, as in 72-95")
+    first, last = int(low), int(high or low)
+    if not first <= last < MAX_LAYER:
+        raise LoopKVError(f"arm {label}: skip_layers", got=repr(text)[:80], wanted="FIRST <= LAST")
+    return tuple(range(first, last + 1))
+
+
+def parse_arms(texts: Sequence[str]) -> tuple[EngineArm, ...]:
+    """Read several arms; a label that is used again gets `` (A/A)`` behind it, as a second run of the same arm.
+
+    Raises:
+        LoopKVError: no arm, a label used three times, or two arms of one label that differ.
+    """
+    if not texts:
+        raise LoopKVError("arms", got="none", wanted="at least one, e.g. stock or kivi4")
+    arms: list[EngineArm] = []
+    for text in texts:
+        arm = parse_arm(text)
+        same = [other for other in arms if other.label.removesuffix(" (A/A)") == arm.label]
+        if same:
+            if len(same) > 1 or same[0].spec != arm.spec:
+                raise LoopKVError("arms", got=f"label {arm.label!r} again", wanted="labels that differ, or one A/A run")
+            arm = EngineArm(f"{arm.label} (A/A)", arm.spec, arm.plan, arm.kv_cache_dtype, arm.skip_layers, arm.settings)
+        arms.append(arm)
+    return tuple(arms)

@@ -1,0 +1,152 @@
+"""``loopkv simulate``: what a plan would sustain on a GPU, replayed from a workload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from loopkv.bench.simulate_study import SimulationStudy
+    from loopkv.bench.slo import LadderCapacity
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("simulate")(simulate_command)
+
+
+def simulate_command(
+    workload: Annotated[Path, typer.Argument(help="Workload file (loopkv bench workload), or a trace with arrival_s.")],
+    arm: Annotated[
+        list[str], typer.Option(metavar="[LABEL=]SPEC", help="stock, stock:fp8, a plan file or a plan name; repeat.")
+    ],
+    geometry: Annotated[str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b", help="A known model.")] = None,
+    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Checkpoint instead of --geometry.")] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="As for loopkv capacity; H200 by default.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(metavar="TB/S", help="Effective bandwidth of a step.")] = None,
+    memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory.")] = None,
+    t_fix: Annotated[float | None, typer.Option(metavar="MS", help="Fixed time of a step of 96 cells.")] = None,
+    fit: Annotated[
+        Path | None, typer.Option(metavar="RECORDS", help="Fit each arm's step time to its decode.step_ms Records.")
+    ] = None,
+    pool: Annotated[float | None, typer.Option(metavar="GIB", help="KV pool, instead of the GPU's.")] = None,
+    utilization: Annotated[float | None, typer.Option(metavar="0..1", help="Share of GPU memory in use.")] = None,
+    prefill_rate: Annotated[
+        float, typer.Option(metavar="TOK/S", help="Prompt tokens computed per second (an assumption; printed).")
+    ] = 20_000.0,
+    hot_share: Annotated[
+        float, typer.Option(metavar="0..1", help="Share of values read from both planes where a plan sets tau.")
+    ] = 1.0,
+    rates: Annotated[
+        str | None, typer.Option(metavar="R,R,...", help="Arrival rates; found by itself if left out.")
+    ] = None,
+    seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Seeds of the arrivals.")] = "101",
+    tau0: Annotated[float | None, typer.Option(metavar="MS", help="tau0; by default stock's predicted step.")] = None,
+    tau0_rule: Annotated[str, typer.Option(help="Context that tau0 is taken at: short or own (see docs).")] = "short",
+    k: Annotated[str, typer.Option(metavar="K,K,...", help="TPOT bounds in tau0.")] = "2,3,5",
+    ttft: Annotated[str, typer.Option(metavar="S,S,...", help="TTFT bounds in seconds.")] = "10",
+    max_running: Annotated[int, typer.Option(help="Most running requests (max_num_seqs).")] = 256,
+    max_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Append Records to this file.")] = None,
+) -> None:
+    """Replay a workload through the step-time model and true block counts: attainment by rate, and capacity.
+
+    Example: loopkv simulate work.jsonl --geometry ouro-1.4b --gpu H200 --arm stock --arm kivi4 --arm memory.json
+    """
+    from loopkv.artifacts import Fingerprint
+    from loopkv.bench.arms import parse_arms
+    from loopkv.bench.cache_arms import cache_arm
+    from loopkv.bench.simulate import EngineModel
+    from loopkv.bench.simulate_study import simulate_study, study_records
+    from loopkv.bench.slo import Bounds, tau0_context_tokens
+    from loopkv.bench.step_fit import fit_arm
+    from loopkv.bench.workload import read_workload
+    from loopkv.capacity import predict_capacity
+    from loopkv.capacity.prediction import DEFAULT_UTILIZATION
+    from loopkv.cli.capacity import _gpu, _model_size
+    from loopkv.records import append_records, read_records
+
+    requests = read_workload(workload)
+    size = _model_size(model, geometry, None)
+    identity = Fingerprint(name=geometry or str(model), geometry=size.geometry)
+    context = tau0_context_tokens(requests, tau0_rule)
+    prediction = predict_capacity(
+        [], size, _gpu(gpu, memory, bandwidth, t_fix), round(context), utilization=utilization or DEFAULT_UTILIZATION
+    )
+    longest = max(request.length_tokens for request in requests)
+    measured = list(read_records([fit])) if fit is not None else []
+    pairs = []
+    for spec in parse_arms(arm):
+        cache = cache_arm(spec, identity, longest, hot_share=hot_share)
+        step_time = fit_arm(measured, spec.label).model if measured else prediction.step_time
+        pool_bytes = prediction.pool_bytes if pool is None else round(pool * (1 << 30))
+        engine = EngineModel(step_time, pool_bytes, prefill_rate, max_batched_tokens, max_running)
+        pairs.append((cache, engine))
+    if tau0 is None:
+        exact = len(size.geometry.cells) * 4 * size.geometry.kv_heads * size.geometry.head_dim
+        tau0 = prediction.step_time.step_s(1, context * exact) * 1e3
+    bounds = [Bounds(t, one, tau0 / 1e3) for t in _numbers(ttft, "--ttft") for one in _numbers(k, "--k")]
+    constants = f"fitted to {fit.name}" if fit is not None else prediction.gpu.source
+    study = simulate_study(
+        requests,
+        pairs,
+        bounds,
+        rates_per_s=None if rates is None else _numbers(rates, "--rates"),
+        seeds=[int(seed) for seed in _numbers(seeds, "--seeds")],
+        gpu=prediction.gpu.name,
+        constants=f"{constants}; prefill {prefill_rate:g} tok/s assumed",
+    )
+    _print(study, context, tau0)
+    if output is not None:
+        append_records(output, study_records(study, tau0_rule=tau0_rule, model=identity.name))
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    from loopkv.errors import LoopKVError
+
+    try:
+        values = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < 1e12 for value in values):
+        raise LoopKVError(option, got=repr(text)[:80], wanted="numbers above 0, separated by commas")
+    return values
+
+
+def _print(study: SimulationStudy, context: float, tau0: float) -> None:
+    from rich.table import Table
+
+    from loopkv.cli._render import console
+
+    out = console()
+    bounds = study.ladders[0].bounds
+    out.print(f"[bold]Simulation[/bold], not a measurement: {study.gpu}; {study.constants}")
+    out.print(f"tau0 {tau0:.2f} ms (stock step of one request at {context:,.0f} tokens); capacities in requests/s")
+    table = Table(box=None, padding=(0, 1))
+    table.add_column("arm", no_wrap=True)
+    for title in ("seed", "pool GiB", *(f"{b.k:g} tau0 {b.ttft_s:g} s" for b in bounds), "preempt", "run"):
+        table.add_column(title, justify="right")
+    for ladder in study.ladders:
+        found = ladder.capacities()
+        best = [f.rate_per_s for f in found if f.rate_per_s is not None]
+        at = ladder.replays[max(best)] if best else None
+        table.add_row(
+            ladder.arm.name,
+            "-" if ladder.seed is None else str(ladder.seed),
+            f"{ladder.engine.pool_bytes / (1 << 30):.1f}",
+            *map(_capacity_text, found),
+            "-" if at is None else str(at.preemptions),
+            "-" if at is None else str(at.peak_running),
+        )
+    out.print(table)
+    out.print("preempt, run: preemptions and most running requests at the highest capacity of the row.")
+    if any(one.no_rung_failed for ladder in study.ladders for one in ladder.capacities()):
+        out.print(">=: no rung failed; with all requests resident at once, give a workload of more requests.")
+
+
+def _capacity_text(found: LadderCapacity) -> str:
+    if found.rate_per_s is None:
+        return f"<{found.lowest_rate:.4g}"
+    return f"{'>=' if found.no_rung_failed else ''}{found.rate_per_s:.4g}"

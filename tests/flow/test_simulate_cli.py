@@ -1,0 +1,64 @@
+"""``loopkv bench workload`` to ``loopkv simulate`` to ``loopkv report``, as a user runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from loopkv.cli.app import app
+from loopkv.records import append_records, read_records
+
+RUN = CliRunner()
+
+
+def run(*arguments: object) -> str:
+    done = RUN.invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_workload_is_simulated_and_reported(tmp_path: Path) -> None:
+    work, records, page = tmp_path / "work.jsonl", tmp_path / "r.jsonl", tmp_path / "r.html"
+    told = run("bench", "workload", "-o", work, "--requests", 60)
+    assert "mean 11,000 after the cut" in told and "60 requests" in told
+    told = run(
+        *("simulate", work, "--geometry", "ouro-1.4b", "--gpu", "RTX-PRO-6000"),
+        *("--arm", "bf16=stock", "--arm", "kivi4", "-o", records, "--seeds", "101,102", "--k", "3"),
+    )
+    assert "not a measurement" in told and "kivi4" in told
+    found = {(r.settings["arm"], r.seed): r.value for r in read_records([records]) if r.what == "simulate.capacity"}
+    assert set(found) == {(arm, seed) for arm in ("bf16", "kivi4") for seed in (101, 102)}
+    for seed in (101, 102):
+        # The paper's measured ladders on this GPU (Table 9): BF16 0.0119 and KIVI-4 0.0595 to 0.0833 requests/s.
+        assert 0.008 < (found["bf16", seed] or 0) < 0.02
+        assert 0.04 < (found["kivi4", seed] or 0) < 0.12
+    run("report", records, "-o", page)
+    assert "simulated RTX-PRO-6000" in page.read_text()
+
+
+def test_step_times_fitted_to_records(tmp_path: Path) -> None:
+    from support.record_data import decode_records
+
+    work, measured = tmp_path / "work.jsonl", tmp_path / "m.jsonl"
+    run("bench", "workload", "-o", work, "--requests", 20, "--seed", 1)
+    append_records(measured, decode_records(noise=0.0))
+    told = run(
+        *("simulate", work, "--geometry", "ouro-1.4b", "--gpu", "RTX-PRO-6000", "--fit", measured),
+        *("--arm", "bf16=stock", "--arm", "kivi4", "--rates", "0.01,0.02", "--tau0", "18.6", "--pool", "80"),
+    )
+    assert "fitted to m.jsonl" in told and "tau0 18.60 ms" in told
+
+
+def test_what_cannot_be_simulated_is_one_sentence(tmp_path: Path) -> None:
+    work = tmp_path / "work.jsonl"
+    run("bench", "workload", "-o", work, "--requests", 5)
+    for wrong in (
+        ("--arm", "kivi5"),
+        ("--arm", "kivi4", "--rates", "a,b"),
+        ("--arm", "kivi4", "--tau0-rule", "long"),
+        ("--arm", "kivi4", "--fit", tmp_path / "none.jsonl"),
+        ("--arm", "kivi4", "--gpu", "H2000"),
+    ):
+        done = RUN.invoke(app, ["simulate", str(work), "--geometry", "ouro-1.4b", *map(str, wrong)])
+        assert done.exit_code != 0 and type(done.exception).__mro__[1].__name__ in ("LoopKVError", "Exception"), wrong

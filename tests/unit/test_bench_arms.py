@@ -1,0 +1,99 @@
+"""Arms as a user writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loopkv.artifacts import Fingerprint
+from loopkv.bench.arms import EngineArm, parse_arm, parse_arms
+from loopkv.bench.cache_arms import cache_arm
+from loopkv.errors import LoopKVError, UnsupportedError
+from loopkv.geometry import Geometry
+from loopkv.planner import named_plan
+
+TINY = Geometry(architecture="ouro", loops=4, layers=4, query_heads=6, kv_heads=6, head_dim=64)
+IDENTITY = Fingerprint(name="tiny", geometry=TINY)
+
+
+@pytest.mark.parametrize(
+    ("text", "arm"),
+    [
+        ("stock", EngineArm("bf16-stock", "stock", None)),
+        ("bf16=stock", EngineArm("bf16", "stock", None)),
+        ("stock:fp8", EngineArm("fp8", "stock:fp8", None, "fp8")),
+        ("kivi4", EngineArm("kivi4", "kivi4", "kivi4")),
+        ("plans/memory.json", EngineArm("memory", "plans/memory.json", "plans/memory.json")),
+        (
+            "LoopKV-M=m.json,seed=timed,prefill=fast",
+            EngineArm(
+                "LoopKV-M",
+                "m.json,seed=timed,prefill=fast",
+                "m.json",
+                settings=(("prefill", "fast"), ("seed", "timed")),
+            ),
+        ),
+        (
+            "per-loop:int4,int2,share",
+            EngineArm("per-loop:int4,int2,share", "per-loop:int4,int2,share", "per-loop:int4,int2,share"),
+        ),
+        (
+            "tq=stock:turboquant_4bit_nc,skip_layers=2-4",
+            EngineArm("tq", "stock:turboquant_4bit_nc,skip_layers=2-4", None, "turboquant_4bit_nc", (2, 3, 4)),
+        ),
+    ],
+)
+def test_what_is_written_is_what_is_run(text: str, arm: EngineArm) -> None:
+    assert parse_arm(text) == arm
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "=stock",
+        "a=",
+        "stock:",
+        "kivi4,tau=3",
+        "kivi4,seed",
+        "stock,seed=sink",
+        "stock,skip_layers=5-2",
+        "stock,skip_layers=x",
+    ],
+)
+def test_bad_arms_are_one_sentence(text: str) -> None:
+    with pytest.raises(LoopKVError):
+        parse_arm(text)
+
+
+def test_a_second_run_of_an_arm_is_the_noise_floor() -> None:
+    assert [arm.label for arm in parse_arms(["bf16=stock", "kivi4", "bf16=stock"])] == ["bf16", "kivi4", "bf16 (A/A)"]
+    with pytest.raises(LoopKVError, match="label"):
+        parse_arms(["a=stock", "a=kivi4"])
+    with pytest.raises(LoopKVError, match="label"):
+        parse_arms(["stock", "stock", "stock"])
+    with pytest.raises(LoopKVError, match="none"):
+        parse_arms([])
+
+
+def test_plans_are_checked_against_the_model(tmp_path: Path) -> None:
+    other = Geometry(architecture="ouro", loops=3, layers=4, query_heads=6, kv_heads=6, head_dim=64)
+    named_plan("kivi4", Fingerprint(name="other", geometry=other)).save(tmp_path / "p.json")
+    arm = parse_arm(str(tmp_path / "p.json"))
+    assert arm.additional_config() == {"loopkv": {"plan": str(tmp_path / "p.json")}}
+    with pytest.raises(LoopKVError, match="another geometry"):
+        arm.load_plan(IDENTITY)
+    assert parse_arm("stock").additional_config() == {}
+    assert parse_arm("kivi4,seed=none").additional_config() == {"loopkv": {"plan": "kivi4", "seed": "none"}}
+    with pytest.raises(LoopKVError):
+        parse_arm("kivi5").load_plan(IDENTITY)
+
+
+def test_simulated_caches_of_arms() -> None:
+    assert cache_arm(parse_arm("stock"), IDENTITY, 100).name == "bf16-stock"
+    assert cache_arm(parse_arm("stock:fp8"), IDENTITY, 100).read_bytes[1] == 12_288
+    assert cache_arm(parse_arm("kivi4-share3"), IDENTITY, 100).chunk_tokens == 256
+    assert cache_arm(parse_arm("kivi4-share3,prefill=fast"), IDENTITY, 100).chunk_tokens is None
+    with pytest.raises(UnsupportedError, match="turboquant"):
+        cache_arm(parse_arm("stock:turboquant_4bit_nc"), IDENTITY, 100)
