@@ -1,0 +1,86 @@
+"""Start a ``vllm serve`` command as a child process, wait until it answers, and stop it again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from loopkv.errors import LoopKVError
+
+STARTUP_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
+
+
+@contextlib.contextmanager
+def running_server(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Start ``command`` (a ``vllm serve`` line without a port), yield its base URL, and stop it on exit.
+
+    Args:
+        command: the command line.
+        log: file for the server's output.
+        environment: variables added to this process's.
+
+    Raises:
+        LoopKVError: the server ended or did not answer in time; the end of its log is part of the message.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    variables = {**os.environ, **(environment or {})}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            start_new_session=True,
+        )
+    try:
+        _wait(process, url, log)
+        yield url
+    finally:
+        _stop(process)
+
+
+def last_telling_line(log: Path) -> str:
+    """The last line of a log that names an error, or its last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    telling = [line for line in lines if "Error" in line or "error" in line]
+    return (telling or lines or ["no output"])[-1][-300:]
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + STARTUP_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise LoopKVError(
+                "vllm serve", got=f"exit status {process.returncode}: {last_telling_line(log)}", hint=f"see {log}"
+            )
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise LoopKVError("vllm serve", got=f"no answer in {STARTUP_TIMEOUT_S:.0f} s", hint=f"see {log}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt the server's process group (its engine is a child), and kill what is left."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
