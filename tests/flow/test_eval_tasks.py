@@ -111,7 +111,7 @@ def test_scores_pair_every_arm_with_bf16(model, tokenizer, fingerprint):
     assert retrieval.difference_ci95 == (-1.0, -0.5) and not retrieval.non_inferior
     tracking = by["variable tracking", True, "kivi2"]
     assert tracking.samples == (1.0,) and tracking.non_inferior
-    assert by["induction", True, "kivi2"].difference_ci95 == (0.0, 0.0)
+    assert by["induction and copying", True, "kivi2"].difference_ci95 == (0.0, 0.0)
     assert by["arith", False, "kivi2"].samples == (0.0,)
     assert by["needle_num", False, "bf16"].ci95 == (1.0, 1.0)
     for record in task_records(scores):

@@ -12,6 +12,7 @@ from loopkv.engine.whole_sequence import sequence_logits
 from loopkv.errors import LoopKVError, PlanMismatchError, UnsupportedError
 from loopkv.layout import lay_out
 from loopkv.models import load_model
+from loopkv.policy import Policy
 
 TOKENS = 700
 NAN_BYTE = 0xFF  # fp16, BF16, fp32 and fp64 of all ones are NaN
@@ -333,3 +334,33 @@ def test_a_plan_of_another_geometry_is_refused(build):
     plan = make_plan(build(heads=4).geometry, "int4")
     with pytest.raises(PlanMismatchError, match=r"query heads.*got 4.*wanted 8"):
         PagedEngine(build(heads=8), plan, blocks=10)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(sink_tokens=0, window_tokens=64, page_tokens=32),
+        Policy(sink_tokens=64, window_tokens=96, page_tokens=16),
+        Policy(sink_tokens=32, window_tokens=33, page_tokens=8, group=16),
+        Policy(sink_tokens=8, window_tokens=1, page_tokens=8, group=8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tau", [None, 3.0])
+def test_other_constants(build, policy, tau):
+    model = build(heads=4)
+    plan = make_plan(model.geometry, MIXED, policy=policy, tau=tau)
+    ids = random_ids(230)
+    layout = lay_out(plan, exact_itemsize=8)
+    for chunk in (1,) if tau else (policy.max_exact_chunk_tokens, 7, 1):
+        chunk = min(chunk, policy.max_exact_chunk_tokens)
+        blocks = pool_blocks(layout, [230], chunk)
+        engine = PagedEngine(model, plan, blocks=blocks, layout=layout, fill_byte=NAN_BYTE)
+        request = engine.new_request()
+        logits = run_chunks(engine, request, ids, chunk)
+        assert largest_difference(logits, reference(model, plan, ids, tau=tau)) < 1e-9
+        history = policy.history_end(230) - policy.sink_tokens
+        footprint = plan.footprint_at(8)
+        assert engine.cache.stored_bytes(request) == (
+            history * footprint.stored_bytes + (230 - history) * layout.window_token_bytes
+        )

@@ -14,7 +14,7 @@ from loopkv.errors import LoopKVError
 TASK_GROUPS: dict[str, tuple[str, ...]] = {
     "retrieval": ("needle_num", "needle_word", "multivalue", "multiquery", "kv_dict"),
     "variable tracking": ("vt_list", "vt_value"),
-    "induction": ("induction", "copy"),
+    "induction and copying": ("induction", "copy"),
 }
 SCORE_KINDS = ("exact", "final", "set")
 _FINAL = re.compile(r"Answer:\s*(-?\d+)")
