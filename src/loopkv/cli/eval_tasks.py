@@ -86,16 +86,19 @@ def table(scores: TaskScores, *, per_task: bool) -> Table:
     """Accuracy of each group (and task) and arm with the paired difference to BF16."""
     from rich.table import Table
 
-    grid = Table(title="Right answers; differences to bf16 in points, on the same items", padding=(0, 1))
-    for name in ("task", "items", "arm", "right", "points", "95% interval", "down", "up"):
-        grid.add_column(name, justify="left" if name in {"task", "arm"} else "right", no_wrap=name != "arm")
+    grid = Table(title="right answers; points: difference to bf16 on the same items", box=None, padding=(0, 2, 0, 0))
+    grid.add_column("task", overflow="fold")
+    grid.add_column("items", justify="right", no_wrap=True)
+    grid.add_column("arm", overflow="fold", min_width=8)
+    for name in ("right", "points", "95% interval", "down", "up"):
+        grid.add_column(name, justify="right", no_wrap=True)
     previous = None
     for score in scores.scores:
         if not (score.is_group or per_task):
             continue
         first = score.task != previous
         if first and previous is not None:
-            grid.add_section()
+            grid.add_row()
         previous = score.task
         low, high = score.difference_ci95
         exact = score.arm == "bf16"

@@ -134,7 +134,9 @@ def cold_attention(
         scores.masked_fill_(~mask, -math.inf)
         weights = torch.softmax(scores, dim=-1)
         history_scores = scores[..., begin:end]
-        bar = _running_maximum(history_scores, scores[..., :begin].amax(-1), splits, policy) - tau * math.log(2.0)
+        # Without a sink nothing is known before a split's own pages: m0 = -inf.
+        seed = scores[..., :begin].amax(-1) if begin else torch.full_like(scores[..., 0], -math.inf)
+        bar = _running_maximum(history_scores, seed, splits, policy) - tau * math.log(2.0)
         cold = (history_scores < bar.repeat_interleave(policy.page_tokens, dim=-1)).all(dim=1)  # [H, T, N]
         readable = mask[:, begin:end]
         hot_counts.append((~cold & readable).sum(-1).transpose(0, 1))
