@@ -120,6 +120,7 @@ class ServedEngine:
         logprobs: int | None = 20,
         prompt_logprobs: int | None = None,
         priority: list[int] | None = None,
+        lora=None,
         **sampling,
     ) -> list[Output]:
         """Greedy outputs of token prompts, all submitted at once; requests with n > 1 give several outputs."""
@@ -133,7 +134,7 @@ class ServedEngine:
             **sampling,
         )
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        results = self.llm.generate(requests, parameters, use_tqdm=False, priority=priority)
+        results = self.llm.generate(requests, parameters, use_tqdm=False, priority=priority, lora_request=lora)
         outputs = []
         for result in results:
             for completion in result.outputs:

@@ -20,7 +20,7 @@ BOUNDARY = 1e-4
 """How close to a rounding boundary, in code steps, fp32 noise may flip a code."""
 
 
-@pytest.fixture(scope="module", params=["bf16", "int4", "int2", "memory"])
+@pytest.fixture(scope="module", params=["bf16", "int4", "int2", "memory", "memory-tau"])
 def name(request):
     return request.param
 
@@ -102,6 +102,34 @@ def test_codes_and_what_is_read_with_the_same_codes(engine, reference, documents
     codes = flips["codes"]
     assert flips["far_from_boundary"] == 0
     assert flips["flipped"] < 1e-3 * codes
+
+
+def test_decode_steps_read_what_the_reference_reads(engine, reference, documents, plan):
+    """Token by token past several pages; V precision acts here and only here, and counts what it reads hot."""
+    prompt, new = documents[2][:350], 70
+    engine.forget()
+    before = dict(engine.cache.counters.values)
+    output = engine.generate([prompt], new)[0]
+    counted = {key: value - before[key] for key, value in engine.cache.counters.values.items()}
+    paged = PagedEngine(
+        reference, plan, blocks=pool_blocks(engine.cache.layout, [len(prompt) + new], 256), layout=engine.cache.layout
+    )
+    request = paged.new_request()
+    for start in range(0, len(prompt), 256):
+        (logits,) = paged.step([NewTokens(request, prompt[start : start + 256])])
+    found = []
+    for token, entry in zip(output.tokens, output.logprobs, strict=True):
+        found.append(differences(entry, torch.log_softmax(logits.double(), dim=-1)))
+        if len(found) < new:
+            (logits,) = paged.step([NewTokens(request, [token])])
+    assert float(torch.cat(found).quantile(0.99)) < (1e-4 if "bf16" in plan.name else 1e-2)
+    assert float(torch.cat(found).max()) < 5e-2
+    # positions 0 to 418 leave E(419) = 160: pages 1 to 4 were coded, each once
+    assert counted["pages_coded"] == 4
+    assert counted["decode_values"] == paged.hot.total
+    if plan.tau is not None:
+        assert 0 < counted["hot_values"] < counted["decode_values"]
+        assert counted["hot_values"] == pytest.approx(paged.hot.hot, rel=0.01)
 
 
 def serve_and_dump(engine, ids):
