@@ -29,6 +29,8 @@ from loopkv.policy import Policy
 from loopkv.profiler import Document, measure, own_documents, profile, tau
 from loopkv.profiler.measuring import bootstrap_interval, measurement_records
 from loopkv.profiler.probe import Probe
+from loopkv.profiler.profiling import profile_records
+from loopkv.record_kinds import RECORD_KINDS
 
 SMALL = Policy(sink_tokens=8, window_tokens=16, page_tokens=8)
 FIRST = SMALL.first_coded_position  # 31
@@ -99,6 +101,13 @@ def test_what_a_profile_says_about_itself(made, fingerprint):
     assert [d.sha256 for d in made.documents] == [d.sha256 for d in DOCUMENTS]
     assert made.damage("bf16") == (0.0,) * 6
     assert made.provenance["dtype"] == "float64" and made.provenance["resumed_measurements"] == 0
+
+
+def test_kl_share_is_a_record(made):
+    (record,) = profile_records(made)
+    kind = RECORD_KINDS[record.what]
+    assert record.what == "quality.kl_share_nats" and record.unit == kind.unit and not kind.missing(record)
+    assert record.value == made.kl_share and record.samples == made.kl_share_nats
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -36,6 +36,9 @@ def register(app: typer.Typer) -> None:
         seed: SeedOption = 0,
         batch: BatchOption = None,
         device: Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")] = "cpu",
+        records: Annotated[
+            Path | None, typer.Option("--records", help="Append a Record of KL_share to this file.")
+        ] = None,
         restart: Annotated[bool, typer.Option("--restart", help="Drop what an interrupted run left.")] = False,
     ) -> None:
         """Measure the damage of every cell alone under int4, int2 and share, in fp32.
@@ -51,6 +54,8 @@ def register(app: typer.Typer) -> None:
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
         from loopkv.policy import DEFAULT_POLICY
         from loopkv.profiler import profile as measure_profile
+        from loopkv.profiler.profiling import profile_records
+        from loopkv.records import append_records
 
         looped = load_model(model, device=resolve_device(device))
         tokenizer = load_tokenizer(model)
@@ -70,5 +75,7 @@ def register(app: typer.Typer) -> None:
             )
         made.save(output)
         journal.unlink(missing_ok=True)
+        if records is not None:
+            append_records(records, profile_records(made))
         print_profile(made, profile_warnings(made), console())
         typer.echo(f"wrote {output} ({made.provenance['seconds']:.0f} s)")

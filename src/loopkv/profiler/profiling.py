@@ -24,7 +24,7 @@ from loopkv.policy import DEFAULT_POLICY, Policy
 from loopkv.profiler.documents import Document, documents_sha256
 from loopkv.profiler.journal import Journal
 from loopkv.profiler.probe import LOGITS_COST_CELLS, OnProgress, Probe, check_precision, document_batches
-from loopkv.records import git_commit, package_versions
+from loopkv.records import Record, git_commit, make_record, package_versions
 
 PROFILED_OPTIONS = (INT4.name, INT2.name, SHARE.name)
 MEASUREMENT_VERSION = 1
@@ -175,6 +175,23 @@ def profile(
             **(provenance or {}),
         },
     )
+
+
+def profile_records(made: Profile) -> list[Record]:
+    """KL_share, the unit of damage, as a Record (none for a model of one loop); samples are documents."""
+    if made.kl_share is None or made.kl_share_nats is None:
+        return []
+    return [
+        make_record(
+            "quality.kl_share_nats",
+            made.kl_share,
+            "nats",
+            samples=made.kl_share_nats,
+            settings={"documents": len(made.documents), "profile_sha256": made.sha256},
+            model=made.fingerprint.name,
+            weights_sha256=made.fingerprint.weights_sha256,
+        )
+    ]
 
 
 def _cost(run: Variant, cells: int) -> float:
