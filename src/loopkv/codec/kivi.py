@@ -64,7 +64,7 @@ def sanitize(x: Tensor) -> tuple[Tensor, int]:
 def _encode(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of ``x`` (fp32, clean) with one (scale, zero) along ``dim``, which stays as a dimension of size 1."""
     top = (1 << bits) - 1
-    lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    lo, hi = x.amin(dim, keepdim=True) + 0.0, x.amax(dim, keepdim=True)  # -0.0 becomes 0.0: amin may find either
     scale = ((hi - lo) / top).half()
     zero = lo.half()
     divisor = scale.float()

@@ -30,7 +30,7 @@ from loopkv.errors import LoopKVError, UnsupportedError
 _HERE = Path(__file__).resolve().parent
 SOURCES = _HERE / "csrc"
 PREBUILT = _HERE / "prebuilt"
-_UNITS = ("decode.cu",)
+_UNITS = ("attend.cu",)
 _KIB = 1024
 _TABLE_BYTES = 14 * _KIB  # row tables and barriers beside the page buffers
 _MAX_WARPS = 12  # 168 registers a thread
@@ -63,31 +63,49 @@ ARCHITECTURES: dict[str, Architecture] = {
     )
 }
 _BY_CAPABILITY = {(8, 0): "sm_80", (9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
-RELEASE_HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (64, 96, 128, 256)
+QUERIES = (1, 8, 16)
+MIXED_TILES = 64  # of one launch of a mixed step: bounds its workspace
+RELEASE_SHAPES = ((64, 1), (96, 1), (128, 1), (128, 8), (256, 8))
+"""(head size, queries per kv head) of the models: looped-tiny, Huginn, Ouro, Nanbeige and LoopCoder, Dory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One binary: a head size, how many tiles of 8 queries a kv head has, and an architecture."""
+    """One binary: a head size, queries per kv head it is made for (1, up to 8, up to 16), an architecture."""
 
     head_dim: int
-    query_tiles: int
+    queries: int
     arch: Architecture
 
     @property
-    def stages(self) -> int:
-        """Page buffers of a warp."""
-        return max(2, min(4, self._pages // _MAX_WARPS)) if self._pages >= 2 * _MAX_WARPS else 3
+    def ring_bytes(self) -> int:
+        """Page buffers of a warp: three int4 pages."""
+        return 3 * 40 * self.head_dim
+
+    @property
+    def precision_ring_bytes(self) -> int:
+        """The same for V precision, whose low plane has one buffer of its own."""
+        return (3 * 32 + 8) * self.head_dim
 
     @property
     def warps(self) -> int:
-        """Warps of a block: as many as registers and page buffers allow."""
-        most = _MAX_WARPS if self.head_dim * self.query_tiles <= 128 else 8
-        return max(1, min(most, self._pages // self.stages))
+        """Warps of a block: as many as page buffers and registers allow."""
+        return self._warps(self.ring_bytes)
 
     @property
-    def _pages(self) -> int:
-        return (self.arch.shared_bytes - _TABLE_BYTES) // (40 * self.head_dim)
+    def precision_warps(self) -> int:
+        """The same for V precision."""
+        return self._warps(self.precision_ring_bytes)
+
+    @property
+    def mixed_warps(self) -> int:
+        """The same for mixed steps, whose tiles of 16 queries take twice the registers and a larger table."""
+        return max(1, min(8, self._warps(self.ring_bytes + MIXED_TILES * 20 // 8)))
+
+    def _warps(self, ring_bytes: int) -> int:
+        most = _MAX_WARPS if self.head_dim <= 128 and self.queries <= 8 else 8
+        return max(1, min(most, (self.arch.shared_bytes - _TABLE_BYTES) // ring_bytes))
 
     def flags(self) -> tuple[str, ...]:
         """Everything on the compiler's command line but the files."""
@@ -98,9 +116,13 @@ class Build:
             "--expt-relaxed-constexpr",
             f"-gencode=arch={virtual},code={self.arch.name}",
             f"-DLOOPKV_HEAD_DIM={self.head_dim}",
-            f"-DLOOPKV_QUERY_TILES={self.query_tiles}",
+            f"-DLOOPKV_QUERY_TILES={-(-self.queries // 8)}",
+            f"-DLOOPKV_SINGLE={int(self.queries == 1)}",
             f"-DLOOPKV_WARPS={self.warps}",
-            f"-DLOOPKV_STAGES={self.stages}",
+            f"-DLOOPKV_RING_BYTES={self.ring_bytes}",
+            f"-DLOOPKV_WARPS_PRECISION={self.precision_warps}",
+            f"-DLOOPKV_RING_BYTES_PRECISION={self.precision_ring_bytes}",
+            f"-DLOOPKV_WARPS_MIXED={self.mixed_warps}",
             f"-DLOOPKV_BULK_COPY={int(self.arch.bulk_copy)}",
             "-shared",
             "-Xcompiler=-fPIC",
@@ -113,17 +135,19 @@ class Build:
         for path in sorted(SOURCES.iterdir()):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         digest.update("\0".join(self.flags()).encode())
-        return f"d{self.head_dim}-q{self.query_tiles}-{self.arch.name}-{digest.hexdigest()[:16]}.so"
+        return f"d{self.head_dim}-q{self.queries}-{self.arch.name}-{digest.hexdigest()[:16]}.so"
 
 
 def release_builds() -> tuple[Build, ...]:
     """The binaries a wheel carries."""
     return tuple(
-        Build(head_dim, tiles, arch)
-        for arch in ARCHITECTURES.values()
-        for head_dim in RELEASE_HEAD_DIMS
-        for tiles in ((1, 2) if arch.measured else (1,))
+        Build(head_dim, queries, arch) for arch in ARCHITECTURES.values() for head_dim, queries in RELEASE_SHAPES
     )
+
+
+def queries_class(group_queries: int) -> int:
+    """The smallest binary that serves so many query heads per kv head."""
+    return next(queries for queries in QUERIES if group_queries <= queries)
 
 
 def architecture_of(capability: tuple[int, int]) -> Architecture:
@@ -207,7 +231,8 @@ def obtain(build: Build) -> Path:
     if shipped.exists():
         return shipped
     compiler = find_compiler()
-    by_hand = f"python -m loopkv.kernels.build --head-dim {build.head_dim} --query-tiles {build.query_tiles} --arch {build.arch.name}"
+    by_hand = f"python -m loopkv.kernels.build --head-dim {build.head_dim} --queries {build.queries}"
+    by_hand += f" --arch {build.arch.name}"
     if os.environ.get("LOOPKV_JIT") == "0" or compiler is None:
         found = sorted(cache_folder().glob(f"*/{build.name}"))
         if found:
@@ -232,15 +257,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the binaries of a release")
     parser.add_argument("--release", action="store_true", help="compile all of them")
     parser.add_argument("--output", type=Path, default=PREBUILT, help="folder for --release")
-    parser.add_argument("--head-dim", type=int, choices=RELEASE_HEAD_DIMS)
-    parser.add_argument("--query-tiles", type=int, choices=(1, 2), default=1, help="2: 9 to 16 queries per kv head")
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS)
+    parser.add_argument("--queries", type=int, choices=QUERIES, default=1, help="query heads per kv head, at most")
     parser.add_argument("--arch", choices=tuple(ARCHITECTURES), default="sm_90a")
     options = parser.parse_args(arguments)
     try:
         if options.list:
             for build in release_builds():
                 ran = "measured" if build.arch.measured else "compiled only, never run here"
-                print(f"{build.name}  {build.warps} warps, {build.stages} stages  ({ran})")
+                print(f"{build.name}  {build.warps}/{build.precision_warps}/{build.mixed_warps} warps  ({ran})")
         elif options.release:
             compiler = find_compiler()
             if compiler is None:
@@ -251,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"compiling {build.name}", flush=True)
                 compile_to(build, options.output / build.name, compiler)
         elif options.head_dim:
-            print(obtain(Build(options.head_dim, options.query_tiles, ARCHITECTURES[options.arch])))
+            print(obtain(Build(options.head_dim, options.queries, ARCHITECTURES[options.arch])))
         else:
             parser.print_help()
     except LoopKVError as error:

@@ -16,6 +16,8 @@ from loopkv.layout import Layout
 from loopkv.policy import MAX_SPLITS, MIN_SPLIT_PAGES, Policy
 
 CHUNK_TOKENS = 64  # exact tokens of one task of the decode kernel
+MIXED_COLUMNS = 16  # queries of a tile of a mixed step, times query heads per kv head
+MIXED_SPLITS = 8  # of a tile of a mixed step: its many tiles fill a GPU
 EXACT_BITS = 16  # `bits` of a history kept in the engine's dtype
 _PAGE_TOKENS = 32
 _GROUP = 32
@@ -87,7 +89,7 @@ class CacheView(ctypes.Structure):
     )
 
 
-class DecodeWorkspace(ctypes.Structure):
+class AttendWorkspace(ctypes.Structure):
     """Buffers that every launch leaves as it found them."""
 
     _fields_ = (
@@ -101,14 +103,15 @@ class DecodeWorkspace(ctypes.Structure):
     )
 
 
-class DecodeArgs(ctypes.Structure):
-    """Arguments of the decode kernel."""
+class AttendArgs(ctypes.Structure):
+    """Arguments of the attention kernels: one cell of a step."""
 
     _fields_ = (
         ("geometry", CacheGeometry),
         ("cell", CellDescriptor),
         ("cache", CacheView),
-        ("workspace", DecodeWorkspace),
+        ("workspace", AttendWorkspace),
+        ("query_start", ctypes.c_void_p),
         ("q", ctypes.c_void_p),
         ("k_new", ctypes.c_void_p),
         ("v_new", ctypes.c_void_p),
@@ -120,8 +123,53 @@ class DecodeArgs(ctypes.Structure):
         ("tau", ctypes.c_float),
         ("rows", ctypes.c_int32),
         ("seed_mode", ctypes.c_int32),
+        ("first_tile", ctypes.c_int32),
+        ("max_tiles", ctypes.c_int32),
         ("timed_cycles", ctypes.c_int64),
     )
+
+
+class AppendArgs(ctypes.Structure):
+    """Arguments of the kernel that writes new keys and values to the window."""
+
+    _fields_ = (
+        ("geometry", CacheGeometry),
+        ("cell", CellDescriptor),
+        ("cache", CacheView),
+        ("query_start", ctypes.c_void_p),
+        ("k_new", ctypes.c_void_p),
+        ("v_new", ctypes.c_void_p),
+        ("kv_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+    )
+
+
+class CodeArgs(ctypes.Structure):
+    """Arguments of the codec kernel."""
+
+    _fields_ = (
+        ("geometry", CacheGeometry),
+        ("cache", CacheView),
+        ("cells", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("k_new", ctypes.c_void_p),
+        ("v_new", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("kv_stride", ctypes.c_int64),
+        ("cell_count", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+    )
+
+
+STRUCTS: tuple[type[ctypes.Structure], ...] = (
+    CellDescriptor,
+    CacheGeometry,
+    CacheView,
+    AttendWorkspace,
+    AttendArgs,
+    AppendArgs,
+    CodeArgs,
+)
 
 
 def check_served(layout: Layout, dtype: torch.dtype) -> None:
@@ -185,7 +233,7 @@ def cell_descriptors(layout: Layout) -> tuple[CellDescriptor, ...]:
     return tuple(descriptors)
 
 
-def max_parts(policy: Policy) -> int:
-    """Most partial results of one row and head: chunks of exact tokens and splits of the history."""
-    exact = policy.sink_tokens + policy.window_tokens + policy.page_tokens - 1
-    return -(-exact // CHUNK_TOKENS) + MAX_SPLITS
+def max_parts(policy: Policy, tile_queries: int = 1, splits: int = MAX_SPLITS) -> int:
+    """Most partial results of one tile and head: chunks of exact tokens and splits of the history."""
+    exact = policy.sink_tokens + policy.window_tokens + policy.page_tokens - 1 + tile_queries - 1
+    return -(-exact // CHUNK_TOKENS) + splits

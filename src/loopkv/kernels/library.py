@@ -8,33 +8,51 @@ import functools
 import torch
 
 from loopkv.errors import LoopKVError, UnsupportedError
-from loopkv.kernels.build import Build, architecture_of, obtain
-from loopkv.kernels.descriptor import DecodeArgs
-
-QUERY_TILE = 8
+from loopkv.kernels.build import Build, architecture_of, obtain, queries_class
+from loopkv.kernels.descriptor import AppendArgs, AttendArgs, CodeArgs
 
 
 class KernelLibrary:
-    """Launchers for one head size and query tile count. Every launch goes to the given stream and returns at once."""
+    """Launchers for one head size and group size. Every launch goes to the given stream and returns at once."""
 
     def __init__(self, build: Build) -> None:
         self.build = build
         path = obtain(build)
         try:
-            self._library = ctypes.CDLL(str(path))
+            library = ctypes.CDLL(str(path))
         except OSError as error:
             raise LoopKVError("loading CUDA kernels", got=str(error)[:200], hint=f"remove {path}") from None
-        self._attend_decode = self._library.loopkv_attend_decode
-        self._attend_decode.argtypes = (ctypes.POINTER(DecodeArgs), ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
-        self._library.loopkv_error_string.restype = ctypes.c_char_p
+        attend, code, append = ctypes.POINTER(AttendArgs), ctypes.POINTER(CodeArgs), ctypes.POINTER(AppendArgs)
+        number, stream = ctypes.c_int, ctypes.c_void_p
+        library.loopkv_attend_decode.argtypes = (attend, number, number, stream)
+        library.loopkv_attend_mixed.argtypes = (attend, number, stream)
+        library.loopkv_attend_scalar.argtypes = (attend, number, stream)
+        library.loopkv_code_pages.argtypes = (code, number, stream)
+        library.loopkv_append.argtypes = (append, number, stream)
+        library.loopkv_error_string.restype = ctypes.c_char_p
+        self._library = library
 
-    def attend_decode(self, args: DecodeArgs, *, precision: bool, blocks: int, stream: int) -> None:
-        """Launch the fused decode kernel."""
-        self._check(self._attend_decode(ctypes.byref(args), int(precision), blocks, stream), "decode attention")
+    def attend_decode(self, args: AttendArgs, *, precision: bool, blocks: int, stream: int) -> None:
+        """Launch fused attention of a decode step."""
+        error = self._library.loopkv_attend_decode(ctypes.byref(args), int(precision), blocks, stream)
+        self._check(error, "decode attention")
 
-    def shared_bytes(self, rows: int) -> int:
-        """Shared memory the largest launch for ``rows`` rows needs."""
-        return int(self._library.loopkv_decode_shared_bytes(rows))
+    def attend_mixed(self, args: AttendArgs, *, blocks: int, stream: int) -> None:
+        """Launch fused attention of a mixed step's tiles ``first_tile .. first_tile + max_tiles - 1``."""
+        self._check(self._library.loopkv_attend_mixed(ctypes.byref(args), blocks, stream), "mixed attention")
+
+    def attend_scalar(self, args: AttendArgs, *, precision: bool, stream: int) -> None:
+        """Launch unfused fp32 attention of the queries ``first_tile .. first_tile + max_tiles - 1``."""
+        error = self._library.loopkv_attend_scalar(ctypes.byref(args), int(precision), stream)
+        self._check(error, "scalar attention")
+
+    def code_pages(self, args: CodeArgs, *, blocks: int, stream: int) -> None:
+        """Launch the codec."""
+        self._check(self._library.loopkv_code_pages(ctypes.byref(args), blocks, stream), "page coding")
+
+    def append(self, args: AppendArgs, *, queries: int, stream: int) -> None:
+        """Launch the copy of new keys and values to the window."""
+        self._check(self._library.loopkv_append(ctypes.byref(args), queries, stream), "append")
 
     def _check(self, error: int, what: str) -> None:
         if error:
@@ -52,4 +70,4 @@ def load_library(head_dim: int, group_queries: int, device_index: int) -> Kernel
     if not torch.cuda.is_available():
         raise UnsupportedError("CUDA kernels", got="no CUDA device", wanted="an NVIDIA GPU", hint="serve on the CPU")
     arch = architecture_of(torch.cuda.get_device_capability(device_index))
-    return KernelLibrary(Build(head_dim, -(-group_queries // QUERY_TILE), arch))
+    return KernelLibrary(Build(head_dim, queries_class(group_queries), arch))

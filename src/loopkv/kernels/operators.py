@@ -1,21 +1,31 @@
 """The operators on CUDA: what serving calls once a step and once a cell.
 
-All buffers are allocated at construction and have fixed addresses, grids depend on nothing but the device, and nothing
-is copied to the host: every call can be captured in a CUDA graph.
+All buffers are allocated at construction and have fixed addresses, grids depend on the device and on host-known maxima
+only, and nothing is copied to the host: a decode step can be captured in a CUDA graph. Two implementations of attention
+share the interface: the fused one (bf16: one launch a cell, the newest token's append included) and a scalar one (fp32
+and fp16 engines, ablations: an append and two launches).
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from loopkv.errors import UnsupportedError
+from loopkv.kernels.build import MIXED_TILES
 from loopkv.kernels.descriptor import (
+    MIXED_COLUMNS,
+    MIXED_SPLITS,
+    AppendArgs,
+    AttendArgs,
+    AttendWorkspace,
     CacheView,
-    DecodeArgs,
-    DecodeWorkspace,
+    CellDescriptor,
+    CodeArgs,
     SeedMode,
     cache_geometry,
     cell_descriptors,
@@ -28,6 +38,28 @@ from loopkv.options import INT4
 
 TIMED_SECONDS = 4e-6
 MAX_ROWS = 1024
+_SCALAR_QUERIES = 64  # of one launch of the scalar path: bounds its workspace
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The cache in one step. Tables are [>= B, N] int32 block ids by position; block 0 is the null block.
+
+    Args:
+        pool: [blocks, block_bytes] uint8.
+        history_table: entry i holds the pages of tokens ``[i * bh, (i + 1) * bh)``.
+        window_table: entry i holds the exact KV of tokens ``[i * bw, (i + 1) * bw)``.
+        seq_lens: [>= B] int32, tokens of each row after the step; 0 is padding.
+        query_start: [>= B + 1] int32, first new token of each row; None: every row has one (a decode step).
+        rows: B.
+    """
+
+    pool: Tensor
+    history_table: Tensor
+    window_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor | None
+    rows: int
 
 
 class CudaOperators:
@@ -36,10 +68,15 @@ class CudaOperators:
     Args:
         layout: the layout served.
         dtype: the engine's (and cache's) dtype.
-        max_rows: most rows of a decode step; sizes the workspaces.
+        max_rows: most rows of a step; sizes the workspaces.
         device: a CUDA device.
         seed: where V precision takes its first maximum from.
-        count_hot: count hot values into ``hot_values`` (one atomic per split).
+        count_hot: count hot (token, kv head) pairs into ``hot_values`` (one atomic per split).
+        fused: False takes the scalar path in bf16 too (ablations).
+
+    Attributes:
+        hot_values: [1] int64, hot pairs so far.
+        code_counters: [2] int64, pages coded (a page of all cells once) and values that were NaN or beyond fp16.
 
     Raises:
         UnsupportedError: a layout, dtype or device that the kernels do not serve.
@@ -54,113 +91,187 @@ class CudaOperators:
         device: torch.device,
         seed: SeedMode = SeedMode.SINK,
         count_hot: bool = False,
+        fused: bool = True,
     ) -> None:
         check_served(layout, dtype)
         if not 1 <= max_rows <= MAX_ROWS:
-            raise UnsupportedError("rows of a decode step", got=max_rows, wanted=f"1 to {MAX_ROWS}")
+            raise UnsupportedError("rows of a step", got=max_rows, wanted=f"1 to {MAX_ROWS}")
         geometry = layout.geometry
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.layout, self.dtype, self.device, self.max_rows = layout, dtype, torch.device("cuda", index), max_rows
+        self.seed = seed
+        self.fused = fused and dtype == torch.bfloat16
         self.library = load_library(geometry.head_dim, geometry.group_queries, index)
         properties = torch.cuda.get_device_properties(index)
-        self.blocks = properties.multi_processor_count  # one block fills a multiprocessor
+        self.blocks = properties.multi_processor_count  # one attention block fills a multiprocessor
         self._geometry = cache_geometry(layout, dtype)
         self._cells = cell_descriptors(layout)
         self._precision = tuple(
             layout.tau is not None and layout.cells[place.holder].option == INT4 for place in layout.cells
         )
-        self.seed = seed
         self._timed_cycles = int(TIMED_SECONDS * getattr(properties, "clock_rate", 1_980_000) * 1e3)
-        heads, group, dim, parts = (
-            geometry.kv_heads,
-            geometry.group_queries,
-            geometry.head_dim,
-            max_parts(layout.policy),
-        )
+        heads, group, dim = geometry.kv_heads, geometry.group_queries, geometry.head_dim
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
-        self.partial_o = zeros(max_rows, heads, parts, group, dim, dtype=torch.float32)
-        self.partial_ml = zeros(max_rows, heads, parts, group, 2, dtype=torch.float32)
+        self.tile_queries = MIXED_COLUMNS // group
+        decode_rows = max_rows if self.fused else max(max_rows, _SCALAR_QUERIES)
+        decode_parts = max_parts(layout.policy)
+        mixed_parts = max_parts(layout.policy, self.tile_queries, MIXED_SPLITS)
+        partials = heads * max(
+            decode_rows * decode_parts * group, MIXED_TILES * mixed_parts * MIXED_COLUMNS if self.fused else 0
+        )
+        self.scalar_queries = decode_rows
+        self.partial_o = zeros(partials, dim, dtype=torch.float32)
+        self.partial_ml = zeros(partials, 2, dtype=torch.float32)
         self.seeds = zeros(max_rows, heads, group, dtype=torch.int64)
-        self.arrivals = zeros(max_rows, heads, dtype=torch.int32)
+        self.arrivals = zeros(max(max_rows, MIXED_TILES), heads, dtype=torch.int32)
         self.control = zeros(4, dtype=torch.int32)
         self.hot_values = zeros(1, dtype=torch.int64)
-        self._workspace = DecodeWorkspace(
-            partial_o=self.partial_o.data_ptr(),
-            partial_ml=self.partial_ml.data_ptr(),
-            seeds=self.seeds.data_ptr(),
-            arrivals=self.arrivals.data_ptr(),
-            control=self.control.data_ptr(),
-            hot_values=self.hot_values.data_ptr() if count_hot else None,
-            max_parts=parts,
+        self.code_counters = zeros(2, dtype=torch.int64)
+        self._one_each = torch.arange(max_rows + 1, dtype=torch.int32, device=self.device)
+        table = (CellDescriptor * len(self._cells))(*self._cells)
+        self._cell_table = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self.device)
+        self._decode_workspace, self._mixed_workspace = (
+            AttendWorkspace(
+                partial_o=self.partial_o.data_ptr(),
+                partial_ml=self.partial_ml.data_ptr(),
+                seeds=self.seeds.data_ptr(),
+                arrivals=self.arrivals.data_ptr(),
+                control=self.control.data_ptr(),
+                hot_values=self.hot_values.data_ptr() if count_hot else None,
+                max_parts=parts,
+            )
+            for parts in (decode_parts, mixed_parts)
         )
 
-    def attend_decode(
+    @property
+    def workspace_bytes(self) -> int:
+        """Device bytes of the buffers."""
+        buffers = (self.partial_o, self.partial_ml, self.seeds, self.arrivals)
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def code_leaving_pages(self, step: StepView) -> None:
+        """Code, for all cells and rows, every page that the step pushes out of the window and that holds tokens of
+        earlier steps only (with at most W new tokens of a row that is every page). One launch; returns at once on the
+        device where nothing leaves.
+        """
+        self._check_rows(step)
+        self._code(step, self._cell_table.data_ptr(), len(self._cells), None, None)
+
+    def attend(
         self,
         cell: int,
         q: Tensor,
-        k_new: Tensor | None,
-        v_new: Tensor | None,
+        k: Tensor,
+        v: Tensor,
         out: Tensor,
+        step: StepView,
         *,
-        pool: Tensor,
-        history_table: Tensor,
-        window_table: Tensor,
-        seq_lens: Tensor,
+        max_queries: int = 1,
         precision: bool = True,
         tau: float | None = None,
     ) -> None:
-        """Attention of one cell for a step of one new token per row, which is also written to its window block.
+        """Append a cell's new keys and values to the window blocks, then attend under the policy.
 
         Args:
             cell: index of the cell.
-            q, out: [B, Hq, D]; rows whose ``seq_lens`` is 0 are neither read nor written.
-            k_new, v_new: [B, H, D] of the newest token; None where the window blocks hold it already.
-            pool: [blocks, block_bytes] uint8.
-            history_table, window_table: [>= B, N] int32 block ids by position.
-            seq_lens: [>= B] int32, tokens of each row, the newest included.
+            q, out: [T, Hq, D]; padded rows are neither read nor written.
+            k, v: [T, H, D] after RoPE.
+            step: the step; without ``query_start`` T is B.
+            max_queries: most new tokens of a row; beyond W, pages that hold tokens of the step itself are coded here.
             precision: False reads both value planes whatever the plan says.
             tau: replaces the layout's threshold (tests).
         """
-        rows = q.shape[0]
-        if rows > self.max_rows:
-            raise UnsupportedError("rows of a decode step", got=rows, wanted=f"<= {self.max_rows}")
-        assert q.stride(1) == q.shape[2] and q.stride(2) == 1 and out.stride(1) == out.shape[2]
-        fresh = k_new is not None and v_new is not None
-        if fresh:
-            assert k_new is not None and v_new is not None
-            assert k_new.stride(0) == v_new.stride(0) and k_new.stride(2) == 1 and k_new.stride(1) == k_new.shape[2]
+        self._check_rows(step)
+        for x in (q, k, v, out):
+            assert x.stride(2) == 1 and x.stride(1) == x.shape[2], "heads of a token must lie together"
+        assert k.stride(0) == v.stride(0)
+        args = self._attend_args(cell, q, k, v, out, step)
         threshold = self.layout.tau if tau is None else tau
-        args = DecodeArgs(
+        args.tau = math.inf if threshold is None else threshold
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        decode = step.query_start is None
+        by_choice = decode and precision and self._precision[cell]
+        if self.fused and decode:
+            self.library.attend_decode(args, precision=by_choice, blocks=self.blocks, stream=stream)
+            return
+        self._append(cell, k, v, step, stream)
+        if max_queries > self.layout.policy.window_tokens and self._cells[cell].owns_history:
+            self._code(step, self._cell_table[cell * ctypes.sizeof(CellDescriptor) :].data_ptr(), 1, k, v)
+        if self.fused:
+            args.workspace, args.geometry.max_splits = self._mixed_workspace, MIXED_SPLITS
+            most = q.shape[0] // self.tile_queries + step.rows  # tiles, one in part for every row
+            for first in range(0, most, MIXED_TILES):
+                args.first_tile, args.max_tiles = first, min(MIXED_TILES, most - first)
+                self.library.attend_mixed(args, blocks=self.blocks, stream=stream)
+        else:
+            for first in range(0, q.shape[0], self.scalar_queries):
+                args.first_tile, args.max_tiles = first, min(self.scalar_queries, q.shape[0] - first)
+                self.library.attend_scalar(args, precision=by_choice, stream=stream)
+
+    def _check_rows(self, step: StepView) -> None:
+        if step.rows > self.max_rows:
+            raise UnsupportedError("rows of a step", got=step.rows, wanted=f"<= {self.max_rows}")
+
+    def _view(self, step: StepView) -> CacheView:
+        return CacheView(
+            pool=step.pool.data_ptr(),
+            history_table=step.history_table.data_ptr(),
+            window_table=step.window_table.data_ptr(),
+            seq_lens=step.seq_lens.data_ptr(),
+            history_table_stride=step.history_table.stride(0),
+            window_table_stride=step.window_table.stride(0),
+        )
+
+    def _attend_args(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: StepView) -> AttendArgs:
+        return AttendArgs(
             geometry=self._geometry,
             cell=self._cells[cell],
-            cache=CacheView(
-                pool=pool.data_ptr(),
-                history_table=history_table.data_ptr(),
-                window_table=window_table.data_ptr(),
-                seq_lens=seq_lens.data_ptr(),
-                history_table_stride=history_table.stride(0),
-                window_table_stride=window_table.stride(0),
-            ),
-            workspace=self._workspace,
+            cache=self._view(step),
+            workspace=self._decode_workspace,
+            query_start=None if step.query_start is None else step.query_start.data_ptr(),
             q=q.data_ptr(),
-            k_new=k_new.data_ptr() if k_new is not None else None,
-            v_new=v_new.data_ptr() if v_new is not None else None,
+            k_new=k.data_ptr(),
+            v_new=v.data_ptr(),
             out=out.data_ptr(),
             q_stride=q.stride(0),
-            kv_stride=k_new.stride(0) if k_new is not None else 0,
+            kv_stride=k.stride(0),
             out_stride=out.stride(0),
             scale_log2=q.shape[2] ** -0.5 * math.log2(math.e),
-            tau=math.inf if threshold is None else threshold,
-            rows=rows,
+            tau=math.inf,
+            rows=step.rows,
             seed_mode=int(self.seed),
             timed_cycles=self._timed_cycles,
         )
-        self.library.attend_decode(
-            args,
-            precision=precision and self._precision[cell],
-            blocks=self.blocks,
-            stream=torch.cuda.current_stream(self.device).cuda_stream,
+
+    def _append(self, cell: int, k: Tensor, v: Tensor, step: StepView, stream: int) -> None:
+        start = self._one_each if step.query_start is None else step.query_start
+        args = AppendArgs(
+            geometry=self._geometry,
+            cell=self._cells[cell],
+            cache=self._view(step),
+            query_start=start.data_ptr(),
+            k_new=k.data_ptr(),
+            v_new=v.data_ptr(),
+            kv_stride=k.stride(0),
+            rows=step.rows,
         )
+        self.library.append(args, queries=k.shape[0], stream=stream)
+
+    def _code(self, step: StepView, cells: int, count: int, k: Tensor | None, v: Tensor | None) -> None:
+        args = CodeArgs(
+            geometry=self._geometry,
+            cache=self._view(step),
+            cells=cells,
+            query_start=None if step.query_start is None else step.query_start.data_ptr(),
+            k_new=None if k is None else k.data_ptr(),
+            v_new=None if v is None else v.data_ptr(),
+            counters=self.code_counters.data_ptr(),
+            kv_stride=0 if k is None else k.stride(0),
+            cell_count=count,
+            rows=step.rows,
+        )
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self.library.code_pages(args, blocks=4 * self.blocks, stream=stream)

@@ -52,34 +52,67 @@ struct CacheView {
   int64_t window_table_stride;
 };
 
-// Buffers that every launch leaves as it found them (zero), except for the epoch.
-struct DecodeWorkspace {
-  float* partial_o;         // [rows, H, parts, G, D]
-  float* partial_ml;        // [rows, H, parts, G, 2]: largest score (log2 units) and sum of weights
-  uint64_t* seeds;          // [rows, H, G]: epoch << 32 | bits of the largest sink score
-  uint32_t* arrivals;       // [rows, H]
-  uint32_t* control;        // [4]: ticket, warps that left, epoch, unused
-  uint64_t* hot_values;     // [1], or null: hot (token, kv head) pairs of V precision are counted
+// Buffers that every launch leaves as it found them (zero), except for the epoch. A tile is a row of a decode step, or
+// up to 16 queries of a row of a mixed one.
+struct AttendWorkspace {
+  float* partial_o;      // [tiles, H, parts, columns, D]
+  float* partial_ml;     // [tiles, H, parts, columns, 2]: largest score (log2 units) and sum of weights
+  uint64_t* seeds;       // [tiles, H, G]: epoch << 32 | bits of the largest sink score
+  uint32_t* arrivals;    // [tiles, H]
+  uint32_t* control;     // [4]: ticket, warps that left, epoch, unused
+  uint64_t* hot_values;  // [1], or null: hot (token, kv head) pairs of V precision are counted
   int64_t max_parts;
 };
 
-struct DecodeArgs {
+// One cell of a step. In a decode step every row has one new token; in a mixed one as many as `query_start` says.
+struct AttendArgs {
   CacheGeometry geometry;
   CellDescriptor cell;
   CacheView cache;
-  DecodeWorkspace workspace;
-  const void* q;      // [rows, H * G, D]
-  const void* k_new;  // [rows, H, D] of the newest token, written to the window as well; null: it is there already
-  const void* v_new;
-  void* out;          // [rows, H * G, D]
-  int64_t q_stride;   // elements between rows
+  AttendWorkspace workspace;
+  const int32_t* query_start;  // [rows + 1] first query of each row; null in a decode step
+  const void* q;               // [queries, H * G, D]
+  const void* k_new;           // [queries, H, D] of the new tokens; a decode step writes them to the window as well
+  const void* v_new;           // null (decode only): the window holds them already
+  void* out;                   // [queries, H * G, D]
+  int64_t q_stride;            // elements between queries
   int64_t kv_stride;
   int64_t out_stride;
-  float scale_log2;   // D^-1/2 * log2(e): scores are kept in log2 units
-  float tau;          // bits; infinite: every token is hot
+  float scale_log2;  // D^-1/2 * log2(e): scores are kept in log2 units
+  float tau;         // bits; infinite: every token is hot
   int32_t rows;
   int32_t seed_mode;
+  int32_t first_tile;  // a mixed step is answered in launches of at most max_tiles tiles
+  int32_t max_tiles;
   int64_t timed_cycles;
+};
+
+// Writing a step's new keys and values of one cell to its window blocks. Null blocks are passed over.
+struct AppendArgs {
+  CacheGeometry geometry;
+  CellDescriptor cell;
+  CacheView cache;
+  const int32_t* query_start;  // [rows + 1]
+  const void* k_new;           // [queries, H, D]
+  const void* v_new;
+  int64_t kv_stride;
+  int32_t rows;
+};
+
+// Coding pages that leave the window in a step of `query_start` new tokens per row (null: one each). All cells at the
+// start of a step, pages whose tokens were all computed before it; or, with k_new, one cell after its append, pages
+// that hold tokens of the step itself.
+struct CodeArgs {
+  CacheGeometry geometry;
+  CacheView cache;
+  const CellDescriptor* cells;  // [cell_count]
+  const int32_t* query_start;
+  const void* k_new;  // null: at the start of a step
+  const void* v_new;
+  uint64_t* counters;  // [2]: pages coded (a page of all cells once), values that were NaN or beyond fp16
+  int64_t kv_stride;
+  int32_t cell_count;
+  int32_t rows;
 };
 
 }  // namespace loopkv

@@ -38,6 +38,7 @@ struct Exchange {  // operands of one warp operation, two generations so that no
 
 struct Block {
   std::vector<Exchange> warps;
+  bool votes[2] = {false, false};
   int arrived = 0;  // at the block barrier
   int generation = 0;
   int threads = 0, id = 0, count = 1;
@@ -202,7 +203,16 @@ inline uint32_t ballot(bool predicate) {
   return bits;
 }
 inline bool any(bool predicate) { return ballot(predicate) != 0; }
+inline bool any_in_block(bool predicate) {
+  emulation::Block& b = *emulation::block;
+  const int slot = b.generation & 1;
+  if (b.arrived == 0) b.votes[slot] = false;
+  b.votes[slot] |= predicate;
+  sync_block();
+  return b.votes[slot];
+}
 inline int popcount(uint32_t bits) { return __builtin_popcount(bits); }
+inline uint32_t rotate_left(uint32_t x, int by) { return (by & 31) ? x << (by & 31) | x >> (32 - (by & 31)) : x; }
 
 inline float bits_float(uint32_t bits) {
   float x;
@@ -238,6 +248,25 @@ inline uint32_t transpose_8x8(uint32_t x) {
   return element(column, row) | element(column + 1, row) << 16;
 }
 
+template <bool TRANSPOSED>
+inline Vec4 load_matrices(const void* row) {
+  const uint64_t address = reinterpret_cast<uintptr_t>(row);
+  if (address % 16 != 0) std::abort();
+  const auto all = emulation::exchange(&address, 1);
+  uint32_t result[4];
+  const int r = lane_id() / 4, t = lane_id() % 4;
+  for (int i = 0; i < 4; ++i) {
+    auto element = [&](int j, int k) {
+      uint16_t x;
+      std::memcpy(&x, reinterpret_cast<const uint8_t*>(all[8 * i + j][0]) + 2 * k, 2);
+      return static_cast<uint32_t>(x);
+    };
+    result[i] = TRANSPOSED ? element(2 * t, r) | element(2 * t + 1, r) << 16
+                           : element(r, 2 * t) | element(r, 2 * t + 1) << 16;
+  }
+  return {result[0], result[1], result[2], result[3]};
+}
+
 inline uint32_t pack_half2(float low, float high) {
   return emulation::half_bits(low) | static_cast<uint32_t>(emulation::half_bits(high)) << 16;
 }
@@ -247,6 +276,12 @@ inline uint32_t pack_bfloat2(float low, float high) {
 inline uint32_t mul_half2(uint32_t a, uint32_t b) {
   using emulation::half_value;
   return pack_half2(half_value(a & 0xffff) * half_value(b & 0xffff), half_value(a >> 16) * half_value(b >> 16));
+}
+inline uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
+  using emulation::half_value;
+  auto one = [](float x, float y, float z) { return static_cast<float>(static_cast<double>(x) * y + z); };
+  return pack_half2(one(half_value(a & 0xffff), half_value(b & 0xffff), half_value(c & 0xffff)),
+                    one(half_value(a >> 16), half_value(b >> 16), half_value(c >> 16)));
 }
 inline float half_float(uint16_t bits) { return emulation::half_value(bits); }
 inline uint16_t float_half(float x) { return emulation::half_bits(x); }
@@ -266,6 +301,11 @@ template <typename T>
 inline T load_coherent(const T* p) {
   return *p;
 }
+inline uint32_t load_word(const void* p) {
+  uint32_t x;
+  std::memcpy(&x, p, 4);
+  return x;
+}
 template <int N>
 inline void load_floats(float (&x)[N], const float* p) {
   for (int i = 0; i < N; ++i) x[i] = p[i];
@@ -281,9 +321,10 @@ inline void atomic_add64(uint64_t* p, uint64_t v) { *p += v; }
 inline void fence_device() {}
 
 template <int BYTES>
-inline void copy_async(void* to, const void* from, bool keep) {
+inline void copy_async(void* to, const void* from, uint32_t size = BYTES) {
   if (reinterpret_cast<uintptr_t>(to) % BYTES != 0 || reinterpret_cast<uintptr_t>(from) % BYTES != 0) std::abort();
-  if (keep) {
+  if (size != 0 && size != BYTES) std::abort();
+  if (size) {
     std::memcpy(to, from, BYTES);
   } else {
     std::memset(to, 0, BYTES);
@@ -294,18 +335,22 @@ template <int PENDING>
 inline void copy_async_wait() {}
 
 #if LOOPKV_BULK_COPY
-inline void barrier_init(uint64_t* barrier) { *barrier = 0; }  // phases completed
+// Low half of a barrier: bytes still to come, biased; high half: phases completed.
+inline void barrier_init(uint64_t* barrier) { *barrier = 1u << 30; }
 inline void barrier_init_done() {}
+inline void fence_bulk_copy() {}
 inline uint64_t stream_policy() { return 0; }
+inline void barrier_expect(uint64_t* barrier, uint32_t bytes) { *barrier += bytes; }
 inline void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
     std::abort();
   }
   std::memcpy(to, from, bytes);
-  ++*barrier;
+  *barrier -= bytes;  // here a barrier must be told what to expect first
+  if (static_cast<uint32_t>(*barrier) == 1u << 30) *barrier += 1ull << 32;
 }
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  while ((*barrier & 1) == parity) emulation::yield();
+  while ((*barrier >> 32 & 1) == parity) emulation::yield();
 }
 #endif
 

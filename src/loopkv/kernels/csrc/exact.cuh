@@ -1,17 +1,20 @@
 // Exact attention over tiles of 16 tokens in the engine's dtype (bf16), one warp a head: sink and window, and the
-// history of cells that keep it exact. Tokens are the rows of the tensor-core tile, queries its columns.
+// history of cells that keep it exact. Tokens are the rows of the tensor-core tile, queries its columns. The keys and
+// values of a tile come row by row into slots of shared memory (bulk copies), several tiles ahead.
 #pragma once
 
 #include "simt.cuh"
 
 namespace loopkv {
 
-// Running attention of one warp: lane 4 r + t holds query columns 2 t and 2 t + 1 of every tile of 8 queries.
-template <int D, int NT>
+constexpr int kTileTokens = 16;
+
+// Running attention of one warp: lane 4 r + t holds query columns 2 t (and 2 t + 1) of every tile of 8 queries.
+template <int D, int NT, int COLUMNS>
 struct ExactState {
   float out[NT][D / 16][4];
-  float best[NT][2];  // largest score, log2 units
-  float sum[NT][2];   // of weights, over this lane's tokens only
+  float best[NT][COLUMNS];  // largest score, log2 units
+  float sum[NT][COLUMNS];   // of weights, over this lane's tokens only
 
   LKV_DEVICE void clear() {
 #pragma unroll
@@ -21,68 +24,56 @@ struct ExactState {
 #pragma unroll
         for (int j = 0; j < 4; ++j) out[nt][i][j] = 0.0f;
       }
-      best[nt][0] = best[nt][1] = bits_float(0xff800000u);
-      sum[nt][0] = sum[nt][1] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        best[nt][c] = bits_float(0xff800000u);
+        sum[nt][c] = 0.0f;
+      }
     }
   }
 };
 
-// q of query column lane / 4, channels 32 j + 8 t .. + 7, as pairs; columns beyond G are zero.
-template <int D, int NT>
-LKV_DEVICE void load_exact_queries(uint32_t (&q)[NT][D / 8], const uint16_t* head_q, int group_queries) {
+// q of query column lane / 4 as operand B; columns without a query are zero.
+template <int D, int NT, typename Columns>
+LKV_DEVICE void load_exact_queries(uint32_t (&q)[NT][D / 8], const Columns& columns) {
   const int column = lane_id() >> 2, t = lane_id() & 3;
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
-    const bool real = 8 * nt + column < group_queries;
-    const uint16_t* row = head_q + (8 * nt + column) * D + 8 * t;
+    const bool real = 8 * nt + column < columns.count;
+    const uint16_t* row = columns.q(real ? 8 * nt + column : 0) + 2 * t;
 #pragma unroll
-    for (int j = 0; j < D / 32; ++j) {
-      Vec4 v = {0, 0, 0, 0};
-      if (real) v = load_streamed(row + 32 * j);
-      q[nt][4 * j] = v.x;
-      q[nt][4 * j + 1] = v.y;
-      q[nt][4 * j + 2] = v.z;
-      q[nt][4 * j + 3] = v.w;
-    }
+    for (int i = 0; i < D / 8; ++i) q[nt][i] = real ? load_word(row + 8 * i) : 0u;
   }
 }
 
-// One half of a tile (tokens r or r + 8) of keys or values: this lane's 16-byte pieces of a token's row.
-template <int D>
-LKV_DEVICE void load_token(Vec4 (&x)[D / 32], const uint8_t* token, bool valid) {
-  const int t = lane_id() & 3;
-#pragma unroll
-  for (int j = 0; j < D / 32; ++j) {
-    x[j] = {0, 0, 0, 0};
-    if (valid) x[j] = load_streamed(token + 64 * j + 16 * t);
-  }
-}
-
-// Scores [NT][4] of 16 tokens, log2 units; rows of invalid tokens are not masked.
-template <int D, int NT>
-LKV_DEVICE void exact_scores(float (&s)[NT][4], const uint32_t (&q)[NT][D / 8], const Vec4 (&k0)[D / 32],
-                             const Vec4 (&k1)[D / 32], float scale_log2) {
+// Scores [NT][4] of 16 tokens, log2 units. `keys(step)` gives operand A of channels 16 step .. 16 step + 15.
+template <int D, int NT, typename Keys>
+LKV_DEVICE void exact_scores(float (&s)[NT][4], const uint32_t (&q)[NT][D / 8], float scale_log2, Keys keys) {
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[nt][i] = 0.0f;
+  }
 #pragma unroll
-    for (int j = 0; j < D / 32; ++j) {
-      mma_bf16(s[nt], k0[j].x, k1[j].x, k0[j].y, k1[j].y, q[nt][4 * j], q[nt][4 * j + 1]);
-      mma_bf16(s[nt], k0[j].z, k1[j].z, k0[j].w, k1[j].w, q[nt][4 * j + 2], q[nt][4 * j + 3]);
-    }
+  for (int step = 0; step < D / 16; ++step) {
+    const Vec4 a = keys(step);
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) mma_bf16(s[nt], a.x, a.y, a.z, a.w, q[nt][2 * step], q[nt][2 * step + 1]);
+  }
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[nt][i] *= scale_log2;
   }
 }
 
-// Largest of the scores of each query column over the tile.
-template <int NT>
-LKV_DEVICE void column_maximum(float (&best)[NT][2], const float (&s)[NT][4]) {
+// Largest of the scores of each query column over the tile, and of `best`.
+template <int NT, int COLUMNS>
+LKV_DEVICE void column_maximum(float (&best)[NT][COLUMNS], const float (&s)[NT][4]) {
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < COLUMNS; ++c) {
       float m = max_float(s[nt][c], s[nt][2 + c]);
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) m = max_float(m, shfl_xor(m, step));
@@ -91,83 +82,163 @@ LKV_DEVICE void column_maximum(float (&best)[NT][2], const float (&s)[NT][4]) {
   }
 }
 
-// One tile: keys k0, k1 and values v0, v1 of tokens r and r + 8; `valid` says which of the two exist (at least one of
-// the tile's 16 must).
-template <int D, int NT>
-LKV_DEVICE void exact_tile(ExactState<D, NT>& state, const uint32_t (&q)[NT][D / 8], const Vec4 (&k0)[D / 32],
-                           const Vec4 (&k1)[D / 32], const Vec4 (&v0)[D / 32], const Vec4 (&v1)[D / 32], bool valid0,
-                           bool valid1, float scale_log2) {
-  float s[NT][4];
-  exact_scores<D, NT>(s, q, k0, k1, scale_log2);
-  const float none = bits_float(0xff800000u);
-#pragma unroll
-  for (int nt = 0; nt < NT; ++nt) {
-    if (!valid0) s[nt][0] = s[nt][1] = none;
-    if (!valid1) s[nt][2] = s[nt][3] = none;
-  }
-  float old[NT][2];
-#pragma unroll
-  for (int nt = 0; nt < NT; ++nt) {
-    old[nt][0] = state.best[nt][0];
-    old[nt][1] = state.best[nt][1];
-  }
-  column_maximum<NT>(state.best, s);
-  uint32_t p[NT][2];
-#pragma unroll
-  for (int nt = 0; nt < NT; ++nt) {
-    float weight[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) weight[i] = exp2_fast(s[nt][i] - state.best[nt][i & 1]);
-    float alpha[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      alpha[c] = exp2_fast(old[nt][c] - state.best[nt][c]);
-      state.sum[nt][c] = state.sum[nt][c] * alpha[c] + (weight[c] + weight[2 + c]);
+// A warp's slots for half tiles: the keys or the values of 16 tokens, rows padded so that matrix loads meet no bank
+// twice. Slots are filled and used in turn.
+template <int D, int BYTES>
+struct TileSlots {
+  static constexpr int kRowBytes = 2 * D + 16;
+  static constexpr int kSlotBytes = kTileTokens * kRowBytes;
+  static constexpr int kSlots = BYTES / kSlotBytes < 8 ? BYTES / kSlotBytes : 8;
+  static_assert(kSlots >= 2, "keys and values of a tile need a slot each");
+  uint8_t* memory;
+  uint64_t* barriers;
+  uint64_t policy;
+  int next_fill = 0, next_use = 0;
+  uint32_t phases = 0;  // bit i: parity of slot i's next completion
+
+  LKV_DEVICE uint8_t* slot(int index) const { return memory + index * kSlotBytes; }
+
+  // Starts to copy one row per lane of the chosen half warp: lane 16 * half + i brings row i from `from`. Rows beyond
+  // `rows` become zeros. All lanes have left the slot.
+  LKV_DEVICE void fill(int half, int rows, const uint8_t* from) {
+    const int row = lane_id() & 15;
+    uint8_t* to = slot(next_fill) + row * kRowBytes;
+    const bool mine = (lane_id() >> 4) == half;
+#if LOOPKV_BULK_COPY
+    if (lane_id() == 0) barrier_expect(barriers + next_fill, rows * (2 * D));
+    if (rows < kTileTokens && mine && row >= rows) {
+      for (int i = 0; i < 2 * D; i += 16) *reinterpret_cast<Vec4*>(to + i) = {0, 0, 0, 0};
+      fence_bulk_copy();
     }
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) state.out[nt][i][j] *= alpha[j & 1];
+    sync_warp();
+    if (mine && row < rows) bulk_copy(to, from, 2 * D, barriers + next_fill, policy);
+#else
+    if (mine) {
+      for (int i = 0; i < 2 * D; i += 16) copy_async<16>(to + i, row < rows ? from + i : from, row < rows ? 16 : 0);
     }
-    p[nt][0] = transpose_8x8(pack_bfloat2(weight[0], weight[1]));
-    p[nt][1] = transpose_8x8(pack_bfloat2(weight[2], weight[3]));
+    copy_async_commit();
+#endif
+    next_fill = next_fill + 1 == kSlots ? 0 : next_fill + 1;
   }
+  // Keeps the count of copy groups where there is nothing to fill.
+  LKV_DEVICE void skip() {
+#if !LOOPKV_BULK_COPY
+    copy_async_commit();
+#endif
+  }
+  LKV_DEVICE const uint8_t* wait() {
+    const int index = next_use;
+#if LOOPKV_BULK_COPY
+    barrier_wait(barriers + index, phases >> index & 1);
+    phases ^= 1u << index;
+#else
+    copy_async_wait<kSlots - 1>();
+#endif
+    sync_warp();
+    next_use = index + 1 == kSlots ? 0 : index + 1;
+    return slot(index);
+  }
+};
+
+// Attention over `count` tokens in tiles. `rows(tile)` gives this lane's row of a tile: lane i the keys of its token i,
+// lane 16 + i the values. `hide(tile, scores)` lowers what a query may not read, `arrived(tile, half, slot)` sees each half tile when it has come, `after(tile)` the state when
+// the tile is in it; `between()` runs while the first rows are on their way.
+template <int D, int NT, int COLUMNS, typename Slots, typename Rows, typename Hide, typename Arrived, typename After,
+          typename Between>
+LKV_DEVICE void exact_tiles(ExactState<D, NT, COLUMNS>& state, Slots& slots, const uint32_t (&q)[NT][D / 8], int count,
+                            float scale_log2, Rows rows, Hide hide, Arrived arrived, After after, Between between) {
+  const int lane = lane_id(), r = lane >> 2, matrix = lane >> 3, line = lane & 7;
+  const int tiles = (count + kTileTokens - 1) / kTileTokens;
+  auto fill = [&](int half_tile) {
+    const int tile = half_tile >> 1, left = count - kTileTokens * tile;
+    if (half_tile < 2 * tiles) {
+      slots.fill(half_tile & 1, left < kTileTokens ? left : kTileTokens, rows(tile));
+    } else {
+      slots.skip();
+    }
+  };
+  sync_warp();
+  for (int i = 0; i < Slots::kSlots; ++i) fill(i);
+  between();
+  for (int tile = 0; tile < tiles; ++tile) {
+    const uint8_t* keys = slots.wait();
+    arrived(tile, 0, keys);
+    const uint8_t* mine = keys + ((matrix & 1) * 8 + line) * Slots::kRowBytes + (matrix >> 1) * 16;
+    float s[NT][4];
+    exact_scores<D, NT>(s, q, scale_log2, [&](int step) { return load_matrices<false>(mine + 32 * step); });
+    sync_warp();
+    fill(2 * tile + Slots::kSlots);
+    hide(tile, s);
+    if (count - kTileTokens * tile < kTileTokens) {
+      const bool valid0 = kTileTokens * tile + r < count, valid1 = kTileTokens * tile + 8 + r < count;
 #pragma unroll
-  for (int j = 0; j < D / 32; ++j) {
-    // Transposed pairs i of 32 channels: row r is channel 32 j + 8 (r / 2) + 2 i + r % 2.
-    const uint32_t a[4] = {transpose_8x8(v0[j].x), transpose_8x8(v0[j].y), transpose_8x8(v0[j].z),
-                           transpose_8x8(v0[j].w)};
-    const uint32_t b[4] = {transpose_8x8(v1[j].x), transpose_8x8(v1[j].y), transpose_8x8(v1[j].z),
-                           transpose_8x8(v1[j].w)};
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (!valid0) s[nt][c] = bits_float(0xff800000u);
+          if (!valid1) s[nt][2 + c] = bits_float(0xff800000u);
+        }
+      }
+    }
+    float old[NT][COLUMNS];
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      mma_bf16(state.out[nt][2 * j], a[0], a[1], b[0], b[1], p[nt][0], p[nt][1]);
-      mma_bf16(state.out[nt][2 * j + 1], a[2], a[3], b[2], b[3], p[nt][0], p[nt][1]);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) old[nt][c] = state.best[nt][c];
     }
+    column_maximum<NT, COLUMNS>(state.best, s);
+    uint32_t p[NT][2];
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      float weight[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        weight[c] = exp2_fast(s[nt][c] - state.best[nt][c]);
+        weight[2 + c] = exp2_fast(s[nt][2 + c] - state.best[nt][c]);
+        const float alpha = exp2_fast(old[nt][c] - state.best[nt][c]);
+        state.sum[nt][c] = state.sum[nt][c] * alpha + (weight[c] + weight[2 + c]);
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i) {
+          state.out[nt][i][c] *= alpha;
+          state.out[nt][i][2 + c] *= alpha;
+        }
+      }
+      p[nt][0] = transpose_8x8(pack_bfloat2(weight[0], weight[1]));
+      p[nt][1] = transpose_8x8(pack_bfloat2(weight[2], weight[3]));
+    }
+    const uint8_t* values = slots.wait();
+    arrived(tile, 1, values);
+    mine = values + ((matrix >> 1) * 8 + line) * Slots::kRowBytes + (matrix & 1) * 16;
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      const Vec4 a = load_matrices<true>(mine + 32 * i);
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) mma_bf16(state.out[nt][i], a.x, a.y, a.z, a.w, p[nt][0], p[nt][1]);
+    }
+    sync_warp();
+    fill(2 * tile + 1 + Slots::kSlots);
+    after(tile);
   }
 }
 
 // Writes the partial: o [G, D] relative to the best score, and (best, sum) [G, 2].
-template <int D, int NT>
-LKV_DEVICE void write_exact(const ExactState<D, NT>& state, float* o, float* ml, int group_queries) {
+template <int D, int NT, int COLUMNS>
+LKV_DEVICE void write_exact(const ExactState<D, NT, COLUMNS>& state, float* o, float* ml, int group_queries) {
   const int r = lane_id() >> 2, t = lane_id() & 3;
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < COLUMNS; ++c) {
       float sum = state.sum[nt][c];
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) sum += shfl_xor(sum, step);
       const int column = 8 * nt + 2 * t + c;
       if (column < group_queries) {
-        float* row = o + static_cast<int64_t>(column) * D;
+        float* row = o + static_cast<int64_t>(column) * D + r;
 #pragma unroll
-        for (int tile = 0; tile < D / 16; ++tile) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int i = 2 * (tile & 1) + half;
-            row[32 * (tile / 2) + 8 * (r / 2) + 2 * i + (r & 1)] = state.out[nt][tile][2 * half + c];
-          }
+        for (int i = 0; i < D / 16; ++i) {
+          row[16 * i] = state.out[nt][i][c];
+          row[16 * i + 8] = state.out[nt][i][2 + c];
         }
         if (r == 0) {
           ml[2 * column] = state.best[nt][c];

@@ -45,7 +45,7 @@ struct HeadPage {
   static constexpr int kTokenPlaneBytes = D / 4;  // one token in a 2-bit plane
 };
 
-// Slot of a token in the value planes: of eight neighbours, those of even number first.
+// Slot of a token in the low value plane: of eight neighbours, those of even number first.
 LKV_DEVICE int value_slot(int token) { return (token & ~7) | ((token & 1) << 2) | ((token >> 1) & 3); }
 LKV_DEVICE int slot_token(int slot) { return (slot & ~7) | ((slot & 3) << 1) | ((slot >> 2) & 1); }
 
@@ -69,10 +69,12 @@ constexpr uint32_t pair_unscale(int i) {
                    : (i == 0 ? 0x3c003c00u : i == 1 ? 0x34003400u : i == 2 ? 0x2c002c00u : 0x24002400u);
 }
 
-template <int WORDS>
-struct Words {
-  uint32_t w[WORDS];
-};
+// What odd query pairs were divided by.
+template <int BITS>
+constexpr float kOddZeros = BITS == 4 ? 16.0f : 1.0f;
+
+// Where a lane keeps its query pair number i.
+constexpr int query_place(int i) { return (i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1); }
 
 // 4 * WORDS bytes of shared memory (2 bytes: spread over the two halves of a word).
 template <int BYTES>
@@ -100,11 +102,16 @@ LKV_DEVICE void load_words(uint32_t* out, const uint8_t* p) {
 }
 
 // Adds one channel block of a page to the scores.
-//   q      [NT][D / 8] pairs of halves: column lane / 4 of each query tile, this lane's channels
-//   codes  [NT][2 token tiles][4] sums of q * scale * code * 2^-24;  zeros [NT][4] sums of q * zero, alike in all rows
+//   q      [NT][D / 8] pairs of halves: column lane / 4 of each query tile, this lane's channels; of every four pairs
+//          the order is 0 2 1 3 (query_place)
+//          and int4 keeps odd pairs divided by 16 (the factor of their codes)
+//   codes  [NT][2 token tiles][2 chains][4] sums of q * scale * code * 2^-24
+//   zeros  [NT][2][4] sums of q * zero: over even pairs in rows 0-7 of the first, over odd ones in rows 8-15 of the
+//          second, alike in all those rows (as loaded, four pairs of zeros are operand A; the other halves mean nothing);
+//          kOddZeros times the second
 template <int D, int BITS, int NT, int BLOCK>
-LKV_DEVICE void score_block(const uint8_t* page, const uint32_t (&q)[NT][D / 8], float (&codes)[NT][2][4],
-                            float (&zeros)[NT][4]) {
+LKV_DEVICE void score_block(const uint8_t* page, const uint32_t (&q)[NT][D / 8], float (&codes)[NT][2][2][4],
+                            float (&zeros)[NT][2][4]) {
   using Page = HeadPage<D, BITS>;
   constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK);
   constexpr int LANE_BYTES = C * BITS / 32, WORDS = LANE_BYTES >= 4 ? LANE_BYTES / 4 : 1;
@@ -128,49 +135,87 @@ LKV_DEVICE void score_block(const uint8_t* page, const uint32_t (&q)[NT][D / 8],
       const int i0 = 2 * step, i1 = 2 * step + 1;
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        const uint32_t q0 = q[nt][START / 8 + 4 * unit + i0], q1 = q[nt][START / 8 + 4 * unit + i1];
+        const uint32_t q0 = q[nt][START / 8 + 4 * unit + step], q1 = q[nt][START / 8 + 4 * unit + 2 + step];
         uint32_t b0 = mul_half2(q0, scale[i0]), b1 = mul_half2(q1, scale[i1]);
-        if (pair_factor<BITS>(i0) != 1.0f) b0 = mul_half2(b0, pair_unscale<BITS>(i0));
-        if (pair_factor<BITS>(i1) != 1.0f) b1 = mul_half2(b1, pair_unscale<BITS>(i1));
+        if constexpr (BITS == 2) {
+          if (i0 > 0) b0 = mul_half2(b0, pair_unscale<BITS>(i0));
+          b1 = mul_half2(b1, pair_unscale<BITS>(i1));
+        }
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt) {
-          mma_f16(codes[nt][mt], code_pair<BITS>(word[2 * mt], i0), code_pair<BITS>(word[2 * mt + 1], i0),
+          mma_f16(codes[nt][mt][step], code_pair<BITS>(word[2 * mt], i0), code_pair<BITS>(word[2 * mt + 1], i0),
                   code_pair<BITS>(word[2 * mt], i1), code_pair<BITS>(word[2 * mt + 1], i1), b0, b1);
         }
-        mma_f16(zeros[nt], zero[i0], zero[i0], zero[i1], zero[i1], q0, q1);
+      }
+    }
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int place = START / 8 + 4 * unit + 2 * odd;
+        mma_f16(zeros[nt][odd], zero[0], zero[1], zero[2], zero[3], q[nt][place], q[nt][place + 1]);
       }
     }
   }
 }
 
 template <int D, int BITS, int NT, int BLOCK = 0>
-LKV_DEVICE void score_page(const uint8_t* page, const uint32_t (&q)[NT][D / 8], float (&codes)[NT][2][4],
-                           float (&zeros)[NT][4]) {
+LKV_DEVICE void score_page(const uint8_t* page, const uint32_t (&q)[NT][D / 8], float (&codes)[NT][2][2][4],
+                           float (&zeros)[NT][2][4]) {
   score_block<D, BITS, NT, BLOCK>(page, q, codes, zeros);
   if constexpr (BLOCK + 1 < block_number(D)) score_page<D, BITS, NT, BLOCK + 1>(page, q, codes, zeros);
 }
 
-// The codes of a token pair in one 2-bit plane: words[h] holds groups 2 h and 2 h + 1, a token in each half.
+// The high plane: words[kk][h] holds groups 2 h and 2 h + 1 of token pair 2 mt + kk, a token in each half.
 template <int C>
-LKV_DEVICE void load_pair(uint32_t (&words)[C == 128 ? 2 : 1], const uint8_t* first, const uint8_t* second) {
+LKV_DEVICE void load_high(uint32_t (&words)[2][C == 128 ? 2 : 1], const uint8_t* plane, int mt) {
+  uint32_t v[4];
   if constexpr (C == 128) {
-    const uint32_t a = *reinterpret_cast<const uint32_t*>(first), b = *reinterpret_cast<const uint32_t*>(second);
-    words[0] = permute_bytes<0x5410>(a, b);
-    words[1] = permute_bytes<0x7632>(a, b);
+    load_words<16>(v, plane + 512 * mt + 16 * lane_id());
+#pragma unroll
+    for (int kk = 0; kk < 2; ++kk) {
+      words[kk][0] = v[2 * kk];
+      words[kk][1] = v[2 * kk + 1];
+    }
   } else if constexpr (C == 64) {
-    words[0] = *reinterpret_cast<const uint16_t*>(first) |
-               static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(second)) << 16;
+    load_words<8>(v, plane + 16 * lane_id() + 8 * mt);
+    words[0][0] = v[0];
+    words[1][0] = v[1];
   } else {
-    words[0] = *first | static_cast<uint32_t>(*second) << 16;
+    load_words<4>(v, plane + 8 * lane_id() + 4 * mt);
+    words[0][0] = permute_bytes<0x4140>(v[0], 0u);
+    words[1][0] = permute_bytes<0x4342>(v[0], 0u);
+  }
+}
+
+// The low plane of the same token pairs, from two slots each.
+template <int D, int C>
+LKV_DEVICE void load_low(uint32_t (&words)[2][C == 128 ? 2 : 1], const uint8_t* plane, int mt) {
+#pragma unroll
+  for (int kk = 0; kk < 2; ++kk) {
+    const uint8_t* first = plane + (16 * mt + 8 * kk) * (D / 4);
+    const uint8_t* second = first + D;
+    if constexpr (C == 128) {
+      const uint32_t a = *reinterpret_cast<const uint32_t*>(first), b = *reinterpret_cast<const uint32_t*>(second);
+      words[kk][0] = permute_bytes<0x5410>(a, b);
+      words[kk][1] = permute_bytes<0x7632>(a, b);
+    } else if constexpr (C == 64) {
+      words[kk][0] = *reinterpret_cast<const uint16_t*>(first) |
+                     static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(second)) << 16;
+    } else {
+      words[kk][0] = *first | static_cast<uint32_t>(*second) << 16;
+    }
   }
 }
 
 // Adds one channel block of a page's values to the output.
+//   low     the page's low plane (BITS 4)
 //   weights [NT][4] pairs of halves: column lane / 4, tokens 8 k + {2 t, 2 t + 1}
 //   out     [NT][D / 16][4] sums of weight * scale * code * factor * 2^-24; rows of tile 2 g + u: channel i = u (rows
 //           0-7) and u + 2 (rows 8-15) of lane row r in group g
 template <int D, int BITS, int NT, int BLOCK>
-LKV_DEVICE void value_block(const uint8_t* page, const uint32_t (&weights)[NT][4], float (&out)[NT][D / 16][4]) {
+LKV_DEVICE void value_block(const uint8_t* page, const uint8_t* low_plane, const uint32_t (&weights)[NT][4],
+                            float (&out)[NT][D / 16][4]) {
   using Page = HeadPage<D, BITS>;
   constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK), GROUPS = C / 32, HALVES = C == 128 ? 2 : 1;
   const int r = lane_id() >> 2, t = lane_id() & 3;
@@ -185,17 +230,13 @@ LKV_DEVICE void value_block(const uint8_t* page, const uint32_t (&weights)[NT][4
       for (int k = 0; k < 4; ++k) w[nt][g][k] = mul_half2(weights[nt][k], scale[k]);
     }
   }
-  const uint8_t* plane = page + Page::kValueCodes + START / 4 + r * (C / 32) + t * Page::kTokenPlaneBytes;
+  const uint8_t* high_plane = page + Page::kValueCodes + kPageTokens * START / 4;
+  const uint8_t* low_words = low_plane + START / 4 + r * (C / 32) + t * (D / 4);
 #pragma unroll
   for (int mt = 0; mt < 2; ++mt) {
     uint32_t high[2][HALVES], low[2][HALVES];
-#pragma unroll
-    for (int kk = 0; kk < 2; ++kk) {
-      const uint8_t* first = plane + (16 * mt + 8 * kk) * Page::kTokenPlaneBytes;
-      const uint8_t* second = first + 4 * Page::kTokenPlaneBytes;
-      load_pair<C>(high[kk], first, second);
-      if constexpr (BITS == 4) load_pair<C>(low[kk], first + Page::kLowBytes, second + Page::kLowBytes);
-    }
+    load_high<C>(high, high_plane, mt);
+    if constexpr (BITS == 4) load_low<D, C>(low, low_words, mt);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       uint32_t pair[2][4];
@@ -228,9 +269,10 @@ LKV_DEVICE void value_block(const uint8_t* page, const uint32_t (&weights)[NT][4
 }
 
 template <int D, int BITS, int NT, int BLOCK = 0>
-LKV_DEVICE void value_page(const uint8_t* page, const uint32_t (&weights)[NT][4], float (&out)[NT][D / 16][4]) {
-  value_block<D, BITS, NT, BLOCK>(page, weights, out);
-  if constexpr (BLOCK + 1 < block_number(D)) value_page<D, BITS, NT, BLOCK + 1>(page, weights, out);
+LKV_DEVICE void value_page(const uint8_t* page, const uint8_t* low, const uint32_t (&weights)[NT][4],
+                           float (&out)[NT][D / 16][4]) {
+  value_block<D, BITS, NT, BLOCK>(page, low, weights, out);
+  if constexpr (BLOCK + 1 < block_number(D)) value_page<D, BITS, NT, BLOCK + 1>(page, low, weights, out);
 }
 
 // 2^24 over the factor that the rows of channel i of a lane carry in `out`.

@@ -48,7 +48,9 @@ LKV_DEVICE T shfl_up(T value, int delta) {
 }
 LKV_DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 LKV_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+LKV_DEVICE bool any_in_block(bool predicate) { return __syncthreads_or(predicate); }
 LKV_DEVICE int popcount(uint32_t bits) { return __popc(bits); }
+LKV_DEVICE uint32_t rotate_left(uint32_t x, int by) { return __funnelshift_l(x, x, by); }
 
 LKV_DEVICE float exp2_fast(float x) {
   float y;
@@ -82,6 +84,26 @@ LKV_DEVICE uint32_t transpose_8x8(uint32_t x) {
   return y;
 }
 
+// Four 8 x 8 matrices of 16-bit values from shared memory: lane 8 i + j gives the address of row j of matrix i, lane
+// 4 r + t gets row r, columns 2 t and 2 t + 1 of each (TRANSPOSED: column r, rows 2 t and 2 t + 1).
+template <bool TRANSPOSED>
+LKV_DEVICE Vec4 load_matrices(const void* row) {
+  Vec4 v;
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  if constexpr (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+  }
+  return v;
+}
+
 LKV_DEVICE uint32_t pack_half2(float low, float high) {
   uint32_t d;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
@@ -90,6 +112,11 @@ LKV_DEVICE uint32_t pack_half2(float low, float high) {
 LKV_DEVICE uint32_t pack_bfloat2(float low, float high) {
   uint32_t d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+LKV_DEVICE uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
 LKV_DEVICE uint32_t mul_half2(uint32_t a, uint32_t b) {
@@ -125,6 +152,7 @@ template <typename T>
 LKV_DEVICE T load_coherent(const T* p) {  // past L1: other blocks of this launch wrote it
   return __ldcg(p);
 }
+LKV_DEVICE uint32_t load_word(const void* p) { return __ldg(static_cast<const uint32_t*>(p)); }
 template <int N>
 LKV_DEVICE void load_floats(float (&x)[N], const float* p) {
   if constexpr (N % 4 == 0) {
@@ -157,14 +185,14 @@ LKV_DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) { return atomicAdd(p, v)
 LKV_DEVICE void atomic_add64(uint64_t* p, uint64_t v) {
   atomicAdd(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(v));
 }
-LKV_DEVICE void fence_device() { __threadfence(); }
+// Orders this warp's earlier stores (after sync_warp) before what the calling lane does next, for the whole device.
+LKV_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 LKV_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// Asynchronous copies of 16 or 8 bytes; with keep false the destination is zeroed and nothing is read.
+// Asynchronous copy of 16 or 8 bytes; with size 0 the destination is zeroed and nothing is read.
 template <int BYTES>
-LKV_DEVICE void copy_async(void* to_shared, const void* from_global, bool keep) {
-  const int size = keep ? BYTES : 0;
+LKV_DEVICE void copy_async(void* to_shared, const void* from_global, uint32_t size = BYTES) {
   if constexpr (BYTES == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to_shared)), "l"(from_global),
                  "r"(size)
@@ -182,13 +210,19 @@ LKV_DEVICE void copy_async_wait() {
 }
 
 #if LOOPKV_BULK_COPY
-// One bulk copy per stage, completing on the stage's barrier. Called by one lane.
+// Bulk copies that complete on a barrier, which expects so many bytes in all.
 LKV_DEVICE void barrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 LKV_DEVICE void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Before a bulk copy overwrites what this thread stored itself.
+LKV_DEVICE void fence_bulk_copy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+LKV_DEVICE void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
 }
 LKV_DEVICE uint64_t stream_policy() {
   uint64_t policy;
@@ -198,7 +232,6 @@ LKV_DEVICE uint64_t stream_policy() {
 LKV_DEVICE void bulk_copy(void* to_shared, const void* from_global, uint32_t bytes, uint64_t* barrier,
                           uint64_t policy) {
   const uint32_t bar = shared_address(barrier);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
           shared_address(to_shared)),

@@ -1,0 +1,969 @@
+// Fused attention of one cell: one launch reads sink, window and history of every row and merges them. In a decode step
+// a row has one query; in a mixed step its queries are answered in tiles of up to 16, each with its own boundary
+// between coded and exact tokens (row.cuh), and everything below that says "row" means a tile.
+//
+// Work is cut into tasks of one warp: (row, head, chunk of 64 exact tokens) first, then (row, head, split of the
+// history). A warp's first task follows from its place in the grid, every later one from a ticket. A task writes a
+// partial; the warp that completes a (row, head) merges its partials in their order. What is computed, and in which
+// order it is added, depends on the row alone: neither on the batch nor on timing.
+//
+// V precision acts in decode steps. A split then needs the row's largest sink score (V precision) only after the keys of its first page. The warp with the
+// sink publishes it together with the launch's epoch before it reads the window; it waits on nothing. Should it not run
+// (a warp may wait for a block that was never started), the split computes the same number itself after a while.
+#pragma once
+
+#include "descriptor.h"
+#include "exact.cuh"
+#include "page.cuh"
+#include "row.cuh"
+#include "simt.cuh"
+
+namespace loopkv {
+
+constexpr int kPatienceCycles = 200000;  // about 100 us: longer than any sink chunk takes
+constexpr int kControlTicket = 0, kControlExits = 1, kControlEpoch = 2;
+
+// SINGLE: one query per kv head, so that only column 0 of a tile carries anything.
+template <int D_, int BITS_, bool PRECISION_, bool MIXED_, int NT_, bool SINGLE_, int WARPS_, int RING_BYTES_>
+struct AttendConfig {
+  static constexpr int D = D_, BITS = BITS_, NT = NT_, WARPS = WARPS_;
+  static constexpr bool PRECISION = PRECISION_, MIXED = MIXED_, CODED = BITS != 16;
+  static_assert(!(PRECISION && MIXED), "prefill reads both planes");
+  static constexpr int COLUMNS = SINGLE_ ? 1 : 2;
+  using Page = HeadPage<D, CODED ? BITS : 4>;
+  // With V precision the low plane has a place of its own, one page's: it comes in token by token.
+  static constexpr int kStageBytes = PRECISION ? Page::kMainBytes : Page::kBytes;
+  static constexpr int kLowBytes = PRECISION ? Page::kLowBytes : 0;
+  static constexpr int kFit = CODED ? (RING_BYTES_ - kLowBytes) / kStageBytes : 1;
+  static constexpr int STAGES = kFit < 8 ? kFit : 8;
+  static_assert(!CODED || STAGES >= 3, "one page in use, one waiting for its values, one on its way");
+  static constexpr int kWarpBytes = RING_BYTES_ / 128 * 128;
+  using Slots = TileSlots<D, kWarpBytes>;
+  // Queries of a tile of a mixed step.
+  static constexpr int tile_queries(int group_queries) { return MIXED ? 8 * NT / group_queries : 1; }
+  static constexpr int kBarriers = (CODED ? STAGES : 0) + Slots::kSlots;
+  static constexpr int kBarrierOffset = WARPS * kWarpBytes;
+  static constexpr int kAddressOffset = kBarrierOffset + WARPS * kBarriers * 8;
+  static constexpr int kTableOffset = kAddressOffset + WARPS * STAGES * 8;
+  // [rings][barriers][page addresses of the stages][row table: 3 integers a tile, two more in a mixed step]
+  static constexpr int shared_bytes(int tiles) { return kTableOffset + ((MIXED ? 5 : 3) * tiles + 4) * 4; }
+};
+
+// Per block: the tiles of the step and running totals of their tasks.
+struct TileTable {
+  int count;           // tiles of this launch
+  int* chunks_before;  // [count + 1]
+  int* splits_before;  // [count + 1]
+  int* tokens;         // [count] the first query of the tile sees
+  int* rows;           // [count], mixed steps only
+  int* first_query;    // [count], mixed steps only: inside the row
+};
+
+LKV_DEVICE QueryTile tile_of(const AttendArgs& a, const TileTable& table, int index, int tile_queries) {
+  QueryTile tile;
+  tile.tokens = table.tokens[index];
+  if (a.query_start == nullptr) {
+    tile.row = tile.first_query = index;
+    tile.queries = 1;
+    tile.computed = tile.tokens - 1;
+    return tile;
+  }
+  tile.row = table.rows[index];
+  const int start = a.query_start[tile.row], count = a.query_start[tile.row + 1] - start;
+  const int inside = table.first_query[index];
+  tile.first_query = start + inside;
+  tile.queries = count - inside < tile_queries ? count - inside : tile_queries;
+  tile.computed = a.cache.seq_lens[tile.row] - count;
+  return tile;
+}
+
+// Decode: a row is a tile.
+LKV_DEVICE void build_rows(const AttendArgs& a, TileTable& table) {
+  table.count = a.rows;
+  for (int row = thread_id(); row < a.rows; row += block_threads()) {
+    const int tokens = a.cache.seq_lens[row] > 0 ? a.cache.seq_lens[row] : 0;
+    const Span span = span_of(a.geometry, tokens, 1);
+    table.tokens[row] = tokens;
+    table.chunks_before[row] = tokens > 0 ? span.chunks : 0;
+    table.splits_before[row] = tokens > 0 ? span.splits : 0;
+  }
+}
+
+// Mixed: tiles of up to `tile_queries` queries, rows in order; this launch takes those from first_tile on. One warp.
+LKV_DEVICE void build_tiles(const AttendArgs& a, TileTable& table, int tile_queries) {
+  const int lane = lane_id();
+  int total = 0;  // tiles of the rows before
+  for (int base = 0; base < a.rows; base += 32) {
+    const int row = base + lane;
+    int start = 0, count = 0, tokens = 0;
+    if (row < a.rows) {
+      start = a.query_start[row];
+      count = a.query_start[row + 1] - start;
+      tokens = a.cache.seq_lens[row];
+    }
+    if (tokens <= 0 || count <= 0) count = 0;
+    int sum = (count + tile_queries - 1) / tile_queries;
+    const int mine = sum;
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+      const int before = shfl_up(sum, delta);
+      if (lane >= delta) sum += before;
+    }
+    const int first = total + sum - mine - a.first_tile;
+    for (int i = 0; i < mine; ++i) {
+      if (first + i >= 0 && first + i < a.max_tiles) {
+        const int inside = i * tile_queries, left = count - inside;
+        const int sees = tokens - count + inside + 1;
+        const Span span = span_of(a.geometry, sees, left < tile_queries ? left : tile_queries);
+        table.rows[first + i] = row;
+        table.first_query[first + i] = inside;
+        table.tokens[first + i] = sees;
+        table.chunks_before[first + i] = span.chunks;
+        table.splits_before[first + i] = span.splits;
+      }
+    }
+    total += shfl(sum, 31);
+  }
+  const int left = total - a.first_tile;
+  table.count = left < 0 ? 0 : left < a.max_tiles ? left : a.max_tiles;
+}
+
+LKV_DEVICE int64_t part_index(const AttendArgs& a, int tile, int head, int part) {
+  return (static_cast<int64_t>(tile) * a.geometry.kv_heads + head) * a.workspace.max_parts + part;
+}
+
+// Byte offset of the exact keys of a token and head in the pool; the values follow `window_values_bytes` later.
+template <int D>
+LKV_DEVICE int64_t window_offset(const AttendArgs& a, int row, int head, int token) {
+  const int bw = a.geometry.window_block_tokens, index = token / bw;
+  const int64_t block = a.cache.window_table[row * a.cache.window_table_stride + index];
+  const int64_t place = static_cast<int64_t>(token - index * bw) * a.geometry.kv_heads + head;
+  return block * a.geometry.block_bytes + a.cell.window_offset_bytes + place * (2 * D);
+}
+
+// The columns of a tile: query i of the tile and query head g of the kv head are column i * G + g.
+template <typename Config>
+struct Columns {
+  static constexpr int D = Config::D, NT = Config::NT, COLUMNS = Config::COLUMNS;
+  const AttendArgs& a;
+  const QueryTile& tile;
+  const int head, count;
+
+  LKV_DEVICE Columns(const AttendArgs& args, const QueryTile& tile_, int head_)
+      : a(args), tile(tile_), head(head_), count(tile_.queries * args.geometry.group_queries) {}
+  LKV_DEVICE int query(int column) const { return Config::MIXED ? column / a.geometry.group_queries : 0; }
+  LKV_DEVICE int64_t place(int column, int64_t stride) const {
+    const int query_ = query(column), g = column - query_ * a.geometry.group_queries;
+    return (tile.first_query + query_) * stride +
+           (static_cast<int64_t>(head) * a.geometry.group_queries + g) * D;
+  }
+  LKV_DEVICE const uint16_t* q(int column) const {
+    return static_cast<const uint16_t*>(a.q) + place(column, a.q_stride);
+  }
+  // Tokens that the query of a column sees.
+  LKV_DEVICE int tokens(int column) const { return tile.tokens + query(column); }
+};
+
+// Largest score of each query column over the row's sink: the very sums that the sink's own warp makes.
+template <typename Config>
+LKV_NOINLINE void sink_maximum(const AttendArgs& a, const QueryTile& tile, int head,
+                               float (&best)[Config::NT][Config::COLUMNS]) {
+  constexpr int D = Config::D, NT = Config::NT, COLUMNS = Config::COLUMNS;
+  const int row = tile.row;
+  uint32_t q[NT][D / 8];
+  load_exact_queries<D, NT>(q, Columns<Config>(a, tile, head));
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) best[nt][c] = bits_float(0xff800000u);
+  }
+  const int r = lane_id() >> 2, t = lane_id() & 3;
+  for (int first = 0; first < a.geometry.sink_tokens; first += kTileTokens) {
+    const uint8_t* k0 = a.cache.pool + window_offset<D>(a, row, head, first + r) + 4 * t;
+    const uint8_t* k1 = a.cache.pool + window_offset<D>(a, row, head, first + r + 8) + 4 * t;
+    float s[NT][4];
+    exact_scores<D, NT>(s, q, a.scale_log2, [&](int step) {
+      return Vec4{load_word(k0 + 32 * step), load_word(k1 + 32 * step), load_word(k0 + 32 * step + 16),
+                  load_word(k1 + 32 * step + 16)};
+    });
+    column_maximum<NT, COLUMNS>(best, s);
+  }
+}
+
+// The seed of V precision for this lane's query columns.
+template <typename Config>
+LKV_DEVICE void read_seed(const AttendArgs& a, const QueryTile& tile, int head, uint32_t epoch,
+                          float (&seed)[Config::NT][Config::COLUMNS]) {
+  constexpr int NT = Config::NT, COLUMNS = Config::COLUMNS;
+  const float none = bits_float(0xff800000u);
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) seed[nt][c] = none;
+  }
+  if (a.seed_mode == kSeedNone || a.geometry.sink_tokens == 0) return;
+  const int G = a.geometry.group_queries, t = lane_id() & 3;
+  const uint64_t* flags = a.workspace.seeds + (static_cast<int64_t>(tile.row) * a.geometry.kv_heads + head) * G;
+  const int64_t start = clock_cycles(), limit = a.seed_mode == kSeedTimed ? a.timed_cycles : kPatienceCycles;
+  bool late = false;
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      const int column = 8 * nt + 2 * t + c;
+      while (column < G) {
+        const uint64_t flag = load_flag(flags + column);
+        if (static_cast<uint32_t>(flag >> 32) == epoch) {
+          seed[nt][c] = bits_float(static_cast<uint32_t>(flag));
+          break;
+        }
+        if (clock_cycles() - start > limit) {
+          late = true;
+          break;
+        }
+        spin_pause();
+      }
+    }
+  }
+  if (any(late)) {  // all queries of the head or none: the rule joins them
+    float own[NT][COLUMNS];  // its address leaves this function; that of the seed must not
+    if (a.seed_mode == kSeedSink) sink_maximum<Config>(a, tile, head, own);
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) seed[nt][c] = a.seed_mode == kSeedSink ? own[nt][c] : none;
+    }
+  }
+}
+
+// A finite score for what a query may not read: alone in a part it makes a partial that weighs nothing.
+constexpr float kHidden = -1e30f;
+
+// Sink and window: one chunk of a tile's exact tokens. `between` runs while the first rows come in.
+template <typename Config, typename Between>
+LKV_DEVICE void exact_chunk(const AttendArgs& a, typename Config::Slots& slots, const QueryTile& queries,
+                            const Span& span, int head, int chunk, uint32_t epoch, float* o, float* ml,
+                            Between between) {
+  constexpr int D = Config::D, NT = Config::NT, COLUMNS = Config::COLUMNS;
+  using Slots = typename Config::Slots;
+  const Columns<Config> columns(a, queries, head);
+  const int lane = lane_id(), r = lane >> 2, t = lane & 3;
+  const int first = chunk * kChunkTokens;
+  const int count = span.exact - first < kChunkTokens ? span.exact - first : kChunkTokens;
+  const int newest = !Config::MIXED && a.k_new != nullptr ? span.exact - 1 - first : -1;  // here, if below count
+  const int64_t values = static_cast<int64_t>(a.geometry.window_block_tokens) * a.geometry.kv_heads * (2 * D);
+  const uint8_t* from[kChunkTokens / kTileTokens];
+#pragma unroll
+  for (int tile = 0; tile < kChunkTokens / kTileTokens; ++tile) {
+    const int index = kTileTokens * tile + (lane & 15);
+    from[tile] = a.cache.pool;
+    if (index < count) {
+      const int token = span.exact_token(first + index);
+      if (Config::MIXED ? token >= queries.computed : index == newest) {
+        const uint16_t* step = static_cast<const uint16_t*>(lane < 16 ? a.k_new : a.v_new);
+        const int64_t query = queries.first_query + token - (queries.tokens - 1);
+        from[tile] = reinterpret_cast<const uint8_t*>(step + query * a.kv_stride + static_cast<int64_t>(head) * D);
+      } else {
+        from[tile] += window_offset<D>(a, queries.row, head, token) + (lane < 16 ? 0 : values);
+      }
+    }
+  }
+  uint32_t q[NT][D / 8];
+  load_exact_queries<D, NT>(q, columns);
+  ExactState<D, NT, COLUMNS> state;
+  state.clear();
+  auto rows = [&](int tile) { return tile < 2 ? (tile == 0 ? from[0] : from[1]) : (tile == 2 ? from[2] : from[3]); };
+  auto hide = [&](int tile, float(&s)[NT][4]) {
+    if constexpr (Config::MIXED) {
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          const int sees = columns.tokens(8 * nt + 2 * t + c), recent = history_end(a.geometry, sees);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int token = span.exact_token(first + kTileTokens * tile + 8 * half + r);
+            const bool visible = token < sees && (token < a.geometry.sink_tokens || token >= recent);
+            if (!visible) s[nt][2 * half + c] = kHidden;
+          }
+        }
+      }
+    }
+  };
+  auto arrived = [&](int tile, int half, const uint8_t* slot) {
+    const int index = newest - kTileTokens * tile;  // the window gets the new token; nobody else reads it in this launch
+    if (index < 0 || index >= kTileTokens || newest >= count) return;
+    uint8_t* to = a.cache.pool + window_offset<D>(a, queries.row, head, span.last - 1) + (half ? values : 0);
+    if (16 * lane < 2 * D) {
+      *reinterpret_cast<Vec4*>(to + 16 * lane) =
+          *reinterpret_cast<const Vec4*>(slot + index * Slots::kRowBytes + 16 * lane);
+    }
+  };
+  auto after = [&](int tile) {
+    if (Config::MIXED || chunk != 0 || kTileTokens * (tile + 1) != a.geometry.sink_tokens || span.splits == 0) return;
+    uint64_t* flags =
+        a.workspace.seeds + (static_cast<int64_t>(queries.row) * a.geometry.kv_heads + head) * columns.count;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        const int column = 8 * nt + 2 * t + c;
+        if (r == 0 && column < columns.count) {
+          store_flag(flags + column, static_cast<uint64_t>(epoch) << 32 | float_bits(state.best[nt][c]));
+        }
+      }
+    }
+  };
+  exact_tiles<D, NT, COLUMNS>(state, slots, q, count, a.scale_log2, rows, hide, arrived, after, between);
+  write_exact<D, NT, COLUMNS>(state, o, ml, columns.count);
+}
+
+// History kept exact: one split, page = [keys, values][token][head][channel].
+template <typename Config, typename Between>
+LKV_DEVICE void exact_split(const AttendArgs& a, typename Config::Slots& slots, const QueryTile& queries,
+                            const Span& span, int head, int split, float* o, float* ml, Between between) {
+  constexpr int D = Config::D, NT = Config::NT, COLUMNS = Config::COLUMNS;
+  const Columns<Config> columns(a, queries, head);
+  const int lane = lane_id(), t = lane & 3;
+  const int first = split * span.split_pages;
+  const int count = (first + span.split_pages < span.pages ? first + span.split_pages : span.pages) - first;
+  const int ppb = a.geometry.pages_per_block, place0 = a.geometry.sink_tokens / kPageTokens + first;
+  const int32_t* table = a.cache.history_table + queries.row * a.cache.history_table_stride;
+  const int64_t token_bytes = static_cast<int64_t>(a.geometry.kv_heads) * (2 * D);
+  const int64_t in_page = a.cell.history_offset_bytes + static_cast<int64_t>(head) * (2 * D) +
+                          (lane & 15) * token_bytes + (lane < 16 ? 0 : kPageTokens * token_bytes);
+  uint32_t q[NT][D / 8];
+  load_exact_queries<D, NT>(q, columns);
+  ExactState<D, NT, COLUMNS> state;
+  state.clear();
+  int64_t known = 0;  // lane i: where page i, i + 32, .. of the split starts
+  int known_from = -32;
+  auto rows = [&](int tile) {  // tiles are asked for in order, each twice
+    const int page = tile >> 1;
+    if (page >= known_from + 32) {
+      known_from = page & ~31;
+      if (known_from + lane < count) {
+        const int place = place0 + known_from + lane, block = place / ppb;
+        known = table[block] * a.geometry.block_bytes + (place - block * ppb) * a.geometry.page_bytes;
+      }
+    }
+    return a.cache.pool + shfl(known, page & 31) + in_page + (tile & 1) * kTileTokens * token_bytes;
+  };
+  auto hide = [&](int tile, float(&s)[NT][4]) {
+    if constexpr (Config::MIXED) {
+      const int end = (place0 + (tile >> 1) + 1) * kPageTokens;
+      if (end <= span.recent) return;
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          if (end > history_end(a.geometry, columns.tokens(8 * nt + 2 * t + c))) s[nt][c] = s[nt][2 + c] = kHidden;
+        }
+      }
+    }
+  };
+  exact_tiles<D, NT, COLUMNS>(
+      state, slots, q, count * kPageTokens, a.scale_log2, rows, hide, [](int, int, const uint8_t*) {}, [](int) {},
+      between);
+  write_exact<D, NT, COLUMNS>(state, o, ml, columns.count);
+}
+
+// This warp's ring of page buffers in shared memory.
+template <typename Config>
+struct Ring {
+  uint8_t* stages;
+  uint64_t* barriers;
+  int64_t* addresses;  // of the page in each stage: where its low plane lies
+  uint64_t policy;
+  int next_fill = 0, next_use = 0;
+  uint32_t phase = 0;
+
+  LKV_DEVICE uint8_t* stage(int index) const { return stages + index * Config::kStageBytes; }
+  LKV_DEVICE uint8_t* low() const { return stages + Config::STAGES * Config::kStageBytes; }
+
+  // Starts the copy of a head's page, whose place one lane knows, into the next stage, which all lanes have left.
+  LKV_DEVICE void fill(const uint8_t* from, bool real, int lane_with_address) {
+#if LOOPKV_BULK_COPY
+    if (real && lane_id() == lane_with_address) {
+      if (Config::PRECISION) addresses[next_fill] = reinterpret_cast<int64_t>(from);
+      barrier_expect(barriers + next_fill, Config::kStageBytes);
+      bulk_copy(stage(next_fill), from, Config::kStageBytes, barriers + next_fill, policy);
+    }
+#else
+    if (real) {
+      from = reinterpret_cast<const uint8_t*>(shfl(reinterpret_cast<int64_t>(from), lane_with_address));
+      if (Config::PRECISION && lane_id() == 0) addresses[next_fill] = reinterpret_cast<int64_t>(from);
+      for (int i = 16 * lane_id(); i < Config::kStageBytes; i += 512) copy_async<16>(stage(next_fill) + i, from + i);
+    }
+    copy_async_commit();
+#endif
+    if (real) next_fill = next_fill + 1 == Config::STAGES ? 0 : next_fill + 1;
+  }
+
+  // Waits for the next page and returns its stage. Without bulk copies: PENDING groups may still be on their way.
+  template <int PENDING>
+  LKV_DEVICE int wait() {
+    const int index = next_use;
+#if LOOPKV_BULK_COPY
+    barrier_wait(barriers + index, phase);
+#else
+    copy_async_wait<PENDING>();
+#endif
+    sync_warp();
+    next_use = index + 1 == Config::STAGES ? 0 : index + 1;
+    if (next_use == 0) phase ^= 1;
+    return index;
+  }
+};
+
+// Queries as halves, scaled by a power of two into [-1, 1], so that products with any fp16 scale stay finite; `unscale`
+// is what a score of this lane's columns 2 t, 2 t + 1 is multiplied with.
+template <typename Config>
+LKV_DEVICE void load_coded_queries(uint32_t (&q)[Config::NT][Config::D / 8],
+                                   float (&unscale)[Config::NT][Config::COLUMNS], const Columns<Config>& columns,
+                                   float scale_log2) {
+  constexpr int D = Config::D, BITS = Config::BITS, NT = Config::NT, COLUMNS = Config::COLUMNS;
+  const int r = lane_id() >> 2, t = lane_id() & 3;
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
+    const bool real = 8 * nt + r < columns.count;
+    const uint16_t* mine = columns.q(real ? 8 * nt + r : 0);
+    uint32_t raw[D / 8];
+    int at = 0;
+#pragma unroll
+    for (int b = 0; b < block_number(D); ++b) {
+#pragma unroll
+      for (int i = 0; i < block_channels(D, b) / 32; ++i) {
+        Vec4 v = {0, 0, 0, 0};
+        if (real) v = load_streamed(mine + block_start(D, b) + t * (block_channels(D, b) / 4) + 8 * i);
+        raw[at++] = v.x;
+        raw[at++] = v.y;
+        raw[at++] = v.z;
+        raw[at++] = v.w;
+      }
+    }
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+      largest = max_float(largest, bits_float((raw[i] << 16) & 0x7fffffffu));
+      largest = max_float(largest, bits_float(raw[i] & 0x7fff0000u));
+    }
+    largest = max_float(largest, shfl_xor(largest, 1));
+    largest = max_float(largest, shfl_xor(largest, 2));
+    // 2^(e + 1) > largest for a normal float with exponent e; zero and subnormal queries stay as they are.
+    const uint32_t exponent = float_bits(largest) >> 23;
+    const bool usual = exponent > 0 && exponent < 253;
+    const float down = usual ? bits_float((253u - exponent) << 23) : 1.0f;
+    const float up = usual ? bits_float((exponent + 1u) << 23) : 1.0f;
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+      const float factor = i & 1 ? down / kOddZeros<BITS> : down;
+      q[nt][query_place(i)] = pack_half2(bits_float(raw[i] << 16) * factor, bits_float(raw[i] & 0xffff0000u) * factor);
+    }
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) unscale[nt][c] = shfl(up, 4 * (2 * t + c)) * scale_log2;
+  }
+}
+
+// One split of a history in coded pages. A page's scores are made one turn before its values are used: its low plane
+// (V precision) comes in meanwhile, and the two have nothing to wait for from each other.
+template <typename Config>
+struct CodedSplit {
+  static constexpr int D = Config::D, BITS = Config::BITS, NT = Config::NT, STAGES = Config::STAGES;
+  static constexpr int COLUMNS = Config::COLUMNS;
+  using Page = typename Config::Page;
+  static constexpr int kCopyBytes = Page::kTokenPlaneBytes % 16 == 0 ? 16 : 8;
+  static constexpr int kCopies = Page::kTokenPlaneBytes / kCopyBytes;  // of a token's low plane; also rounds of a warp
+
+  const AttendArgs& a;
+  Ring<Config>& ring;
+  const QueryTile& queries;
+  const Columns<Config> columns;
+  const int G, lane, r, t;  // G: columns with a query
+  const int head;
+  int count = 0, place0 = 0;
+  const int32_t* table = nullptr;
+  const uint8_t* known = nullptr;  // lane i: the head's part of page i, i + 32, .. of the split
+
+  uint32_t q[NT][D / 8];
+  float unscale[NT][COLUMNS];
+  float out[NT][D / 16][4], extra[NT][4];  // extra: rows 0-7 sums of weight * zero by group, row 8 sums of weights
+  float best[NT][COLUMNS];
+  float bar[NT][COLUMNS];  // seed of V precision; +inf for columns without a query
+  float lift = 14.0f;      // weights are halves times 2^lift: small ones stay normal; scales of 2 and more need the room
+  uint32_t hot_total = 0;
+  int hot_turn[kCopies];  // rotation that brings a token's hot bit to the place of kCopyBytes
+
+  // What a page's scores leave for its values.
+  uint32_t weight[NT][4];    // pairs of halves: column lane / 4, tokens 8 k + {2 t, 2 t + 1}
+  float alpha[NT][COLUMNS];  // what the output before the page is worth
+  uint32_t hot = 0xffffffffu;  // bit 4 j + k: token 8 k + j
+  int due = 0;                 // stage
+
+  // A page's scores.
+  float codes[NT][2][2][4], zeros[NT][2][4];
+
+  LKV_DEVICE CodedSplit(const AttendArgs& args, Ring<Config>& ring_, const QueryTile& tile, int head_)
+      : a(args), ring(ring_), queries(tile), columns(args, tile, head_), G(columns.count), lane(lane_id()),
+        r(lane >> 2), t(lane & 3), head(head_) {}
+
+  LKV_DEVICE void fill(int i) {  // i counts up from 0; beyond the split nothing is copied
+    if ((i & 31) == 0 && i + lane < count) {
+      const int place = place0 + i + lane, ppb = a.geometry.pages_per_block, block = place / ppb;
+      known = a.cache.pool + table[block] * a.geometry.block_bytes + (place - block * ppb) * a.geometry.page_bytes +
+              a.cell.history_offset_bytes + static_cast<int64_t>(head) * Page::kBytes;
+    }
+    ring.fill(known, i < count, i & 31);
+  }
+
+  LKV_DEVICE int score(int stage) {
+    const uint8_t* page = ring.stage(stage);
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        codes[nt][0][0][j] = codes[nt][0][1][j] = codes[nt][1][0][j] = codes[nt][1][1][j] = 0.0f;
+        zeros[nt][0][j] = zeros[nt][1][j] = 0.0f;
+      }
+    }
+    score_page<D, BITS, NT>(page, q, codes, zeros);
+    return stage;
+  }
+
+  // Any value scale of 2 or more in the page?
+  LKV_DEVICE bool wide(int stage) const {
+    const uint32_t* scales = reinterpret_cast<const uint32_t*>(ring.stage(stage) + Page::kValueScales);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int word = 0; word < D / 2; word += 32) {
+      if (word + 32 <= D / 2 || word + lane < D / 2) bits |= scales[word + lane];
+    }
+    return any((bits & 0x40004000u) != 0);
+  }
+
+  // Multiplies what was summed so far by alpha.
+  LKV_DEVICE void rescale() {
+    bool changed = false;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) changed |= alpha[nt][c] != 1.0f;
+    }
+    if (!any(changed)) return;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        extra[nt][c] *= alpha[nt][c];
+        extra[nt][2 + c] *= alpha[nt][c];
+#pragma unroll
+        for (int tile = 0; tile < D / 16; ++tile) {
+          out[nt][tile][c] *= alpha[nt][c];
+          out[nt][tile][2 + c] *= alpha[nt][c];
+        }
+      }
+    }
+  }
+
+  // The values of the page whose weights are held.
+  LKV_DEVICE void values() {
+    const uint8_t* page = ring.stage(due);
+    const uint8_t* low = Config::PRECISION ? ring.low() : page + Page::kMainBytes;
+    const int group = r < D / 32 ? r : D / 32 - 1;
+    const uint32_t ones = r == 0 ? 0x3c003c00u : 0u;
+    uint32_t zero[4];
+    load_words<16>(zero, page + Page::kValueZeros + group * 64 + t * 16);
+    if constexpr (Config::PRECISION) {  // a cold token decodes to the middle of its bucket: 1.5 steps more
+      uint32_t scale[4];
+      load_words<16>(scale, page + Page::kValueScales + group * 64 + t * 16);
+      const uint32_t cold = ~hot >> (8 * t);
+      const uint32_t halves = (cold & 0xfu) | (cold & 0xf0u) << 12;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) zero[k] = fma_half2(scale[k], (halves >> k & 0x00010001u) * 0x3e00u, zero[k]);
+    }
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int mt = 0; mt < 2; ++mt) {
+        mma_f16(extra[nt], zero[2 * mt], ones, zero[2 * mt + 1], ones, weight[nt][2 * mt], weight[nt][2 * mt + 1]);
+      }
+    }
+    value_page<D, BITS, NT>(page, low, weight, out);
+  }
+
+  // Scores of the page in hand in log2 units, the new maxima, and alpha.
+  // `end`: first token after the page; queries whose history ends before it do not read it.
+  LKV_DEVICE void maximum(float (&s)[NT][4][COLUMNS], float (&fresh)[NT][COLUMNS], float lifted, int end, bool hide) {
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        const float zero = fma_float(zeros[nt][1][2 + c], kOddZeros<BITS>, zeros[nt][0][c]) * unscale[nt][c];
+        const float step = unscale[nt][c] * kSubnormal;
+        float m = best[nt][c];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int j = 2 * (k & 1) + c;
+          s[nt][k][c] = fma_float(codes[nt][k >> 1][0][j], step, fma_float(codes[nt][k >> 1][1][j], step, zero));
+        }
+        if (Config::MIXED && hide && end > history_end(a.geometry, columns.tokens(8 * nt + 2 * t + c))) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) s[nt][k][c] = kHidden;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          m = max_float(m, s[nt][k][c]);
+        }
+#pragma unroll
+        for (int across = 4; across < 32; across *= 2) m = max_float(m, shfl_xor(m, across));
+        fresh[nt][c] = exp2_fast(best[nt][c] - m + (lifted - lift));
+        best[nt][c] = m;
+      }
+    }
+  }
+
+  LKV_DEVICE void find_hot(const float (&s)[NT][4][COLUMNS]) {
+    uint32_t found = 0;
+#pragma unroll
+    for (int k = 3; k >= 0; --k) {
+      bool mine = false;
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) mine |= s[nt][k][c] >= max_float(bar[nt][c], best[nt][c]) - a.tau;
+      }
+      uint32_t lanes = ballot(mine);  // four lanes a token, of which only the first votes where G <= 2
+      if (COLUMNS > 1 && G > 2) {
+        lanes |= lanes >> 1;
+        lanes |= lanes >> 2;
+        lanes &= 0x11111111u;
+      }
+      found = found * 2 + lanes;
+    }
+    hot = found;
+    hot_total += popcount(found);
+  }
+
+  LKV_DEVICE void fetch_low(int stage) {
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(ring.addresses[stage]) + Page::kMainBytes;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      const int place = (lane + 32 * copy) * kCopyBytes;
+      copy_async<kCopyBytes>(ring.low() + place, from + place, rotate_left(hot, hot_turn[copy]) & kCopyBytes);
+    }
+    copy_async_commit();
+  }
+
+  LKV_DEVICE void weigh(const float (&s)[NT][4][COLUMNS], const float (&fresh)[NT][COLUMNS]) {
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      float top[COLUMNS];
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        top[c] = best[nt][c] - lift;
+        alpha[nt][c] = fresh[nt][c];
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float w[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) w[c] = exp2_fast(s[nt][k][c] - top[c]);
+        weight[nt][k] = transpose_8x8(pack_half2(w[0], w[1]));
+      }
+    }
+  }
+
+  template <typename Between>
+  LKV_DEVICE void run(const Span& span, int split, uint32_t epoch, float* o, float* ml, Between between) {
+    const int first = split * span.split_pages;
+    count = (first + span.split_pages < span.pages ? first + span.split_pages : span.pages) - first;
+    place0 = a.geometry.sink_tokens / kPageTokens + first;
+    table = a.cache.history_table + queries.row * a.cache.history_table_stride;
+    sync_warp();  // the stages were left by all lanes
+    for (int i = 0; i < STAGES; ++i) {
+      fill(i);
+      if (Config::PRECISION && !LOOPKV_BULK_COPY) copy_async_commit();  // as many groups a page as in the loop
+    }
+    load_coded_queries<Config>(q, unscale, columns, a.scale_log2);
+    between();
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int i = 0; i < D / 16; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[nt][i][j] = 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) extra[nt][j] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) best[nt][c] = bits_float(0xff800000u);
+    }
+    if constexpr (Config::PRECISION) {
+#pragma unroll
+      for (int copy = 0; copy < kCopies; ++copy) {
+        const int token = slot_token((lane + 32 * copy) / kCopies);
+        const int bit = 4 * (token & 7) + (token >> 3);
+        hot_turn[copy] = (kCopyBytes == 16 ? 4 : 3) + 32 - bit;
+      }
+    }
+    // Copy groups (no bulk copies): a page's main part, and with V precision its low plane, in every turn.
+    constexpr int kPending = Config::PRECISION ? 2 * (STAGES - 2) : STAGES - 2;
+
+    float s[NT][4][COLUMNS], fresh[NT][COLUMNS];
+    {
+      due = score(ring.template wait<kPending + (Config::PRECISION ? 2 : 1)>());
+      const float lifted = wide(due) ? 0.0f : lift;
+      maximum(s, fresh, lifted, (place0 + 1) * kPageTokens, (place0 + 1) * kPageTokens > span.recent);
+      lift = lifted;
+      if constexpr (Config::PRECISION) {
+        read_seed<Config>(a, queries, head, epoch, bar);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+          for (int c = 0; c < COLUMNS; ++c) {
+            if (8 * nt + 2 * t + c >= G) bar[nt][c] = bits_float(0x7f800000u);
+          }
+        }
+        find_hot(s);
+        fetch_low(due);
+        if (!LOOPKV_BULK_COPY) copy_async_commit();  // where later turns fill a stage
+      }
+      weigh(s, fresh);
+    }
+    for (int i = 1; i < count; ++i) {
+      const int stage = score(ring.template wait<kPending>());
+      const float lifted = wide(stage) ? 0.0f : lift;
+      if constexpr (Config::PRECISION) {
+        copy_async_wait<LOOPKV_BULK_COPY ? 0 : 1>();
+        sync_warp();
+      }
+      rescale();
+      const int end = (place0 + i + 1) * kPageTokens;
+      maximum(s, fresh, lifted, end, end > span.recent);
+      lift = lifted;
+      values();
+      if constexpr (Config::PRECISION) {
+        find_hot(s);
+        sync_warp();  // the low plane before was read by all lanes
+        fetch_low(stage);
+      } else {
+        sync_warp();
+      }
+      fill(i - 1 + STAGES);
+      weigh(s, fresh);
+      due = stage;
+    }
+    if constexpr (Config::PRECISION || !LOOPKV_BULK_COPY) {
+      copy_async_wait<0>();
+      sync_warp();
+    }
+    rescale();
+    values();
+    sync_warp();
+
+    const float drop = lift == 0.0f ? 1.0f : 6.103515625e-05f;  // 2^-14
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        const int column = 8 * nt + 2 * t + c;
+        float* row_o = o + static_cast<int64_t>(column) * D + 4 * r;
+#pragma unroll
+        for (int g = 0; g < D / 32; ++g) {
+          const float zero = shfl(extra[nt][c], 4 * g + t) * drop;
+          float x[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            x[i] = fma_float(out[nt][2 * g + (i & 1)][2 * (i >> 1) + c], value_unscale<BITS>(i) * drop, zero);
+          }
+          if (column < G) {
+            *reinterpret_cast<Vec4*>(row_o + 32 * g) = {float_bits(x[0]), float_bits(x[1]), float_bits(x[2]),
+                                                        float_bits(x[3])};
+          }
+        }
+        if (r == 0 && column < G) {
+          ml[2 * column] = best[nt][c];
+          ml[2 * column + 1] = extra[nt][2 + c] * drop;
+        }
+      }
+    }
+    if constexpr (Config::PRECISION) {
+      if (a.workspace.hot_values != nullptr && lane == 0) atomic_add64(a.workspace.hot_values, hot_total);
+    }
+  }
+};
+
+// Joins the partials of a (tile, head) in their order and writes the result.
+template <typename Config>
+LKV_DEVICE void merge_parts(const AttendArgs& a, const QueryTile& tile, int tile_index, int head, int parts) {
+  constexpr int D = Config::D, PER_LANE = D / 32, WIDTH = Config::MIXED ? 8 * Config::NT : 0;
+  const Columns<Config> columns(a, tile, head);
+  const int G = columns.count, width = WIDTH ? WIDTH : G, lane = lane_id();
+  const float* o = a.workspace.partial_o + part_index(a, tile_index, head, 0) * width * D;
+  const float* ml = a.workspace.partial_ml + part_index(a, tile_index, head, 0) * width * 2;
+  const int64_t stride = static_cast<int64_t>(width) * D;
+  for (int g = 0; g < G; ++g) {
+    float best = bits_float(0xff800000u);
+    for (int part = lane; part < parts; part += 32) best = max_float(best, load_coherent(ml + (part * width + g) * 2));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) best = max_float(best, shfl_xor(best, step));
+    float x[PER_LANE], sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) x[i] = 0.0f;
+    const float* mine = o + static_cast<int64_t>(g) * D + lane * PER_LANE;
+    for (int base = 0; base < parts; base += 32) {
+      const int part = base + lane;
+      float weight = 0.0f, part_sum = 0.0f;
+      if (part < parts) {
+        weight = exp2_fast(load_coherent(ml + (part * width + g) * 2) - best);
+        part_sum = load_coherent(ml + (part * width + g) * 2 + 1) * weight;
+      }
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) part_sum += shfl_xor(part_sum, step);
+      sum += part_sum;
+      const int here = parts - base < 32 ? parts - base : 32;
+#pragma unroll 8
+      for (int j = 0; j < here; ++j) {
+        const float w = shfl(weight, j);
+        float y[PER_LANE];
+        load_floats<PER_LANE>(y, mine + (base + j) * stride);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) x[i] = fma_float(y[i], w, x[i]);
+      }
+    }
+    const float scale = 1.0f / sum;
+    uint16_t* to = static_cast<uint16_t*>(a.out) + columns.place(g, a.out_stride) + lane * PER_LANE;
+    if constexpr (PER_LANE % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i += 2) {
+        *reinterpret_cast<uint32_t*>(to + i) = pack_bfloat2(x[i] * scale, x[i + 1] * scale);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) to[i] = static_cast<uint16_t>(pack_bfloat2(x[i] * scale, 0.0f));
+    }
+  }
+}
+
+// A part that was written but not yet reported.
+struct Pending {
+  int tile = -1, head = 0;
+};
+
+// Reports a part; the warp that brings a (tile, head)'s last one merges them all.
+template <typename Config>
+LKV_NOINLINE void report_part(const AttendArgs& a, const TileTable& table, int tile_index, int head) {
+  sync_warp();
+  const QueryTile tile = tile_of(a, table, tile_index, Config::tile_queries(a.geometry.group_queries));
+  const int parts = span_of(a.geometry, tile.tokens, tile.queries).parts();
+  uint32_t arrived = 0;
+  uint32_t* arrivals = a.workspace.arrivals + static_cast<int64_t>(tile_index) * a.geometry.kv_heads + head;
+  if (lane_id() == 0) {
+    fence_device();
+    arrived = atomic_add(arrivals, 1) + 1;
+  }
+  if (static_cast<int>(shfl(arrived, 0)) == parts) {
+    if (lane_id() == 0) fence_device();
+    sync_warp();
+    merge_parts<Config>(a, tile, tile_index, head, parts);
+    if (lane_id() == 0) *arrivals = 0;
+  }
+}
+
+template <typename Config>
+LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
+  constexpr int D = Config::D;
+  using Slots = typename Config::Slots;
+  const int warp = thread_id() >> 5, lane = lane_id(), H = a.geometry.kv_heads;
+  const int tile_queries = Config::tile_queries(a.geometry.group_queries);
+  const int most = Config::MIXED ? a.max_tiles : a.rows;
+  int* words = reinterpret_cast<int*>(shared + Config::kTableOffset);
+  TileTable table = {0,
+                     words,
+                     words + most + 1,
+                     words + 2 * most + 2,
+                     Config::MIXED ? words + 3 * most + 2 : nullptr,
+                     Config::MIXED ? words + 4 * most + 2 : nullptr};
+  const uint32_t epoch = load_coherent(a.workspace.control + kControlEpoch) + 1;
+
+  uint8_t* memory = shared + warp * Config::kWarpBytes;  // pages and half tiles take turns in it
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(shared + Config::kBarrierOffset) + warp * Config::kBarriers;
+  Ring<Config> ring;
+  Slots slots;
+  slots.memory = ring.stages = memory;
+  slots.barriers = barriers;
+  ring.barriers = barriers + Slots::kSlots;
+  ring.addresses = reinterpret_cast<int64_t*>(shared + Config::kAddressOffset) + warp * Config::STAGES;
+#if LOOPKV_BULK_COPY
+  slots.policy = ring.policy = stream_policy();
+  if (lane == 0) {
+    for (int i = 0; i < Config::kBarriers; ++i) barrier_init(barriers + i);
+    barrier_init_done();
+  }
+#endif
+  if constexpr (Config::MIXED) {
+    if (warp == 0) {
+      build_tiles(a, table, tile_queries);
+      if (lane == 0) words[5 * most + 2] = table.count;
+    }
+    sync_block();
+    table.count = words[5 * most + 2];
+  } else {
+    build_rows(a, table);
+    sync_block();
+  }
+  if (warp == 0) {
+    running_total(table.chunks_before, table.count);
+    running_total(table.splits_before, table.count);
+  }
+  sync_block();
+
+  const int chunk_tasks = table.chunks_before[table.count] * H;
+  const int tasks = chunk_tasks + table.splits_before[table.count] * H;
+  const int fixed = block_count() * Config::WARPS;  // tasks given by place in the grid
+  int task = warp * block_count() + block_id();
+  Pending pending;
+  auto report = [&] {
+    if (pending.tile >= 0) report_part<Config>(a, table, pending.tile, pending.head);
+  };
+  while (task < tasks) {
+    uint32_t ticket = 0;
+    if (lane == 0) ticket = atomic_add(a.workspace.control + kControlTicket, 1);
+    const bool exact = task < chunk_tasks;
+    const int index = exact ? task : task - chunk_tasks;
+    const int* before = exact ? table.chunks_before : table.splits_before;
+    const int head = index % H, cut = index / H;
+    const int tile_index = find_tile(before, table.count, cut);
+    const int mine = cut - before[tile_index];
+    const QueryTile tile = tile_of(a, table, tile_index, tile_queries);
+    const Span span = span_of(a.geometry, tile.tokens, tile.queries);
+    const int part = exact ? mine : span.chunks + mine;
+    const int width = Config::MIXED ? 8 * Config::NT : a.geometry.group_queries;
+    const int64_t at = part_index(a, tile_index, head, part) * width;
+    float* o = a.workspace.partial_o + at * D;
+    float* ml = a.workspace.partial_ml + at * 2;
+    if (exact) {
+      exact_chunk<Config>(a, slots, tile, span, head, mine, epoch, o, ml, report);
+    } else if constexpr (Config::CODED) {
+      CodedSplit<Config> reader(a, ring, tile, head);
+      reader.run(span, mine, epoch, o, ml, report);
+    } else {
+      exact_split<Config>(a, slots, tile, span, head, mine, o, ml, report);
+    }
+    pending.tile = tile_index;
+    pending.head = head;
+    task = fixed + static_cast<int>(shfl(ticket, 0));
+  }
+  report();
+  if (lane == 0) {
+    fence_device();
+    const uint32_t left = atomic_add(a.workspace.control + kControlExits, 1) + 1;
+    if (left == static_cast<uint32_t>(fixed)) {  // the last warp of the grid sets the stage for the next launch
+      a.workspace.control[kControlTicket] = 0;
+      a.workspace.control[kControlExits] = 0;
+      a.workspace.control[kControlEpoch] = epoch;
+    }
+  }
+}
+
+}  // namespace loopkv
