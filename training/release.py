@@ -41,7 +41,7 @@ def release(run: Path, data: Path, out: Path) -> None:
     """Writes the folder."""
     out.mkdir(parents=True, exist_ok=True)
     for name in MODEL_FILES:
-        shutil.copy(run / "looped-tiny" / name, out / name)
+        shutil.copy(run / "looped-open" / name, out / name)
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     rows = sample_heldout(read_jsonl(data / "heldout.jsonl.xz"), tokenizer)
     write_jsonl(out / "heldout.jsonl.xz", rows)

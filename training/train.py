@@ -4,7 +4,7 @@
 
 DIR is what ``training.tokenizer`` wrote. ``--minutes`` is wall time from start to the end of training, compilation
 included; schedules follow the clock, so a slower device sees fewer steps of the same shape. The checkpoint under
-``OUT/looped-tiny`` is rewritten during the run and is always loadable. ``--device cpu --geometry toy`` runs the whole
+``OUT/looped-open`` is rewritten during the run and is always loadable. ``--device cpu --geometry toy`` runs the whole
 path in a minute.
 """
 
@@ -248,7 +248,7 @@ def train(args: argparse.Namespace) -> dict:
     attend = pick_attention(geometry, recipe.batch_tokens, recipe.row, device)
     pieces = pick_pieces(model, recipe, attend, args.compile, dtype, settings)
     held = heldout_rows(args.data, recipe, device)
-    folder = args.out / "looped-tiny"
+    folder = args.out / "looped-open"
     first = logged = saved = validated = time.time()
     print(f"{first - started:6.1f} s: {m.parameter_count(model):,} parameters, training starts", flush=True)
     history: list[dict] = []
@@ -341,7 +341,7 @@ def main() -> None:
     for tasks in args.tasks:
         try:
             result = evaluate(
-                args.out / "looped-tiny", args.data / "heldout.jsonl.xz", tasks, args.device, args.eval_batch,
+                args.out / "looped-open", args.data / "heldout.jsonl.xz", tasks, args.device, args.eval_batch,
                 args.eval_length, args.eval_per_cell, deadline,
             )  # fmt: skip
         except Exception:
