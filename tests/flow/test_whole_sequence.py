@@ -96,6 +96,20 @@ def test_v_precision_takes_every_position_as_a_decode_row(build, tau, heads, kv_
     assert_equals_oracle(model, PLANS["shares"], SMALL, SMALL_EDGES, tau=tau)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(sink_tokens=0, window_tokens=16, page_tokens=8),
+        Policy(sink_tokens=32, window_tokens=8, page_tokens=16, group=16),
+        Policy(sink_tokens=4, window_tokens=1, page_tokens=4, group=8),
+    ],
+)
+@pytest.mark.parametrize("tau", [None, 1.0])
+def test_other_constants(build, policy, tau):
+    """No sink (V precision then compares with a split's own pages alone), a window below a page, a window of 1."""
+    assert_equals_oracle(build(), PLANS["shares"], policy, SMALL_EDGES, tau=tau)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_without_tau_the_plain_reader_runs_bit_for_bit(build, dtype):
     """A tau that no score reaches decides nothing: within rounding of the plain reader; None is the plain reader."""

@@ -92,6 +92,6 @@ def _below(scores: Tensor, end: int, policy: Policy, n: int, tau: float) -> Tens
     below = torch.zeros(n, dtype=torch.bool)
     for start in range(sink, end, page):
         first = sink + (start - sink) // split * split
-        m = torch.maximum(scores[:sink].max(), scores[first : start + page].max())
+        m = torch.cat([scores[:sink], scores[first : start + page]]).max()
         below[start : start + page] = scores[start : start + page] < m - tau * math.log(2)
     return below
