@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml requirements/cpu-engine.txt requirements/cpu-engine-nod
 	@touch $(STAMP)
 
 demo: $(STAMP) ## profile, plan, measure and serve the embedded model; report in build/demo
-	$(CPU_ENGINE_ENV) $(VENV)/bin/loopkv demo --output build/demo
+	$(CPU_ENGINE_ENV) $(VENV)/bin/loopkv demo --output build/demo --task-records results/tasks.jsonl
 
 test: lint test-unit test-flow test-engine ## all checks that need no GPU
 
