@@ -102,6 +102,43 @@ def _blocks_about(residency: Residency, tokens: int) -> int:
     return sum(residency.history_blocks(n) + residency.window_blocks(n) for n in lengths)
 
 
+def _choose_blocks(
+    policy: Policy, page_bytes: int, window_token_bytes: int, history_block_tokens: int | None, window_block: int | None
+) -> tuple[int, int, int]:
+    """(history block tokens, window block tokens, block bytes) with the least bytes for requests of about 8K tokens."""
+    if history_block_tokens is None:
+        history_choices = [bh for bh in HISTORY_BLOCK_CHOICES if bh % policy.page_tokens == 0] or [policy.page_tokens]
+    elif history_block_tokens < 1 or history_block_tokens % policy.page_tokens:
+        raise UnsupportedError(
+            "history block",
+            got=f"{history_block_tokens} tokens",
+            wanted=f"a multiple of the page of {policy.page_tokens}",
+        )
+    else:
+        history_choices = [history_block_tokens]
+    if window_block is not None and window_block < 1:
+        raise UnsupportedError("window block", got=f"{window_block} tokens", wanted="at least one token")
+    # A page longer than the grid may be has no choice: its own length is the finest grid there is.
+    grid = max(MAX_HIT_GRID_TOKENS, min(history_choices))
+    best: tuple[int, int, int, int] | None = None
+    for bh in history_choices:
+        for bw in (window_block,) if window_block is not None else range(1, grid + 1):
+            if math.lcm(bw, bh) > grid and (history_block_tokens is None or window_block is None):
+                continue
+            block = max(bh // policy.page_tokens * page_bytes, bw * window_token_bytes)
+            block = -(-block // CELL_ALIGNMENT_BYTES) * CELL_ALIGNMENT_BYTES
+            candidate = (block * _blocks_about(Residency(policy, bh, bw), SIZING_REQUEST_TOKENS), bh, bw, block)
+            best = candidate if best is None or candidate < best else best
+    if best is None:
+        raise UnsupportedError(
+            "block sizes",
+            got=f"history {history_block_tokens or 'any'}, window {window_block or 'any'} tokens",
+            wanted=f"a least common multiple of at most {grid} tokens, where prefix-cache hits land",
+            hint="fix both sizes to have them as they are",
+        )
+    return best[1:]
+
+
 def lay_out(
     plan: Plan,
     *,
@@ -140,25 +177,7 @@ def lay_out(
     page_bytes = position
     window_token = _exact_token_bytes(geometry, exact_itemsize)
 
-    history_choices = (history_block_tokens,) if history_block_tokens else HISTORY_BLOCK_CHOICES
-    window_choices = (window_block_tokens,) if window_block_tokens else range(1, MAX_HIT_GRID_TOKENS + 1)
-    fixed = history_block_tokens is not None and window_block_tokens is not None
-    best: tuple[int, int, int, int] | None = None
-    for bh in history_choices:
-        if bh % policy.page_tokens:
-            raise UnsupportedError(
-                "history block", got=f"{bh} tokens", wanted=f"a multiple of the page of {policy.page_tokens}"
-            )
-        for bw in window_choices:
-            if math.lcm(bw, bh) > MAX_HIT_GRID_TOKENS and not fixed:
-                continue
-            block = max(bh // policy.page_tokens * page_bytes, bw * window_token)
-            block = -(-block // CELL_ALIGNMENT_BYTES) * CELL_ALIGNMENT_BYTES
-            candidate = (block * _blocks_about(Residency(policy, bh, bw), SIZING_REQUEST_TOKENS), bh, bw, block)
-            best = candidate if best is None or candidate < best else best
-    if best is None:
-        raise UnsupportedError("block sizes", got="no pair", wanted=f"lcm <= {MAX_HIT_GRID_TOKENS} tokens")
-    _, bh, bw, block = best
+    bh, bw, block = _choose_blocks(policy, page_bytes, window_token, history_block_tokens, window_block_tokens)
     places = tuple(
         CellPlace(option, holder, offsets[holder], i * bw * 2 * element_bytes)
         for i, (option, holder) in enumerate(zip(options, holders, strict=True))
