@@ -20,7 +20,7 @@ class TextStream:
     Args:
         tokenizer: a fast tokenizer.
         prompt: ids before the first token (some tokenizers write a leading space only between words).
-        stop: strings that end the text; the text ends before the first of them.
+        stop: strings that end the text; it ends before the one that is complete first.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class TextStream:
 
     def _take(self, piece: str, *, last: bool) -> str:
         self._held += piece
-        found = min((at for stop in self._stop if (at := self._held.find(stop)) >= 0), default=None)
+        # The stop string that is complete first ends the text, however many characters a token brings.
+        found = min(((at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0), default=None)
         if found is not None:
             self.stopped = True
-            certain, self._held = self._held[:found], ""
+            certain, self._held = self._held[: found[1]], ""
         else:
             keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stop), default=0)
             certain = self._held[: len(self._held) - keep]
