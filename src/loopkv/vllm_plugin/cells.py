@@ -116,7 +116,7 @@ class CellCache:
         self.counters.set("pool_blocks", blocks)
         self.counters.flush()
         if self._speaks:
-            logger.info(startup_line(self.served, self.layout, blocks, self._max_model_len))
+            logger.info(startup_line(self.served, self.layout, self.dtype, blocks, self._max_model_len))
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One cell of the current step; the first cell also codes the pages that leave.
@@ -141,7 +141,7 @@ class CellCache:
         self.operators.attend(cell, q, k, v, out, self._step)
 
 
-def startup_line(served: ServedPlan, layout: Layout, blocks: int, max_model_len: int) -> str:
+def startup_line(served: ServedPlan, layout: Layout, dtype: torch.dtype, blocks: int, max_model_len: int) -> str:
     """What is being served, in one line: plan, bytes per token beside BF16, concurrency, prefill mode."""
     plan = served.plan
     mine = plan.footprint_at(layout.exact_itemsize)
@@ -153,7 +153,7 @@ def startup_line(served: ServedPlan, layout: Layout, blocks: int, max_model_len:
     return (
         f"LoopKV plan {plan.name!r} ({plan.sha256[:12]}): history stores {mine.stored_bytes:,} and reads "
         f"{mine.read_bytes:,} bytes a token ({mine.stored_bytes / exact:.1%} and {mine.read_bytes / exact:.1%} of "
-        f"exact KV), {precision}; {blocks:,} blocks of {layout.block_bytes:,} bytes "
+        f"{str(dtype).removeprefix('torch.')} KV), {precision}; {blocks:,} blocks of {layout.block_bytes:,} bytes "
         f"({layout.history_block_tokens} history or {layout.window_block_tokens} exact tokens): requests resident at "
         f"once: {fits} tokens; prefill {served.describe_prefill}"
     )

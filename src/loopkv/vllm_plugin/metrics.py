@@ -37,10 +37,19 @@ def counters_path(instance_id: str, engine: int, rank: int) -> Path:
     return Path(tempfile.gettempdir()) / f"loopkv-{os.getuid()}-{instance_id}-{engine}-{rank}.counters"
 
 
+def remove_stale(folder: Path) -> None:
+    """Remove the files of workers that were killed before they could."""
+    for path in folder.glob(f"loopkv-{os.getuid()}-*.counters"):
+        with contextlib.suppress(OSError, struct.error):
+            magic, pid = _HEADER.unpack(path.read_bytes()[: _HEADER.size])
+            if magic == _MAGIC and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+                path.unlink()
+
+
 class Counters:
     """Counters of one worker. Without a path they stay in the process.
 
-    The file is created for the user alone and removed by ``close``.
+    The file is created for the user alone, removed by ``close``, and by the next worker on this machine otherwise.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -49,6 +58,7 @@ class Counters:
         self._map: mmap.mmap | None = None
         if path is None:
             return
+        remove_stale(path.parent)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
         try:
             handle = os.open(path, flags, 0o600)

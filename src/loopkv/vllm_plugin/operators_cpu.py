@@ -133,7 +133,7 @@ class CpuOperators:
                 if not place.option.shares:
                     keys, values = (window[tokens.block, cell, part, tokens.inside] for part in (0, 1))
                     self._write_pages(step.pool, cell, places, keys, values)
-            self.counters.add("pages_coded", len(places.block))
+        self.counters.add("pages_coded", sum(len(row.leaving.block) + len(row.late.block) for row in self._rows))
         self.counters.flush()
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:

@@ -33,16 +33,23 @@ class LoopKVCollector(Collector):
         instance_id: of the engine.
         ranks: workers of the engine.
         engine: label of the metrics.
+        exact_itemsize: bytes of the engine's exact dtype.
     """
 
-    def __init__(self, served: ServedPlan, instance_id: str, ranks: int, engine: int) -> None:
+    def __init__(self, served: ServedPlan, instance_id: str, ranks: int, engine: int, exact_itemsize: int = 2) -> None:
         self.served, self.instance_id, self.ranks, self.engine = served, instance_id, ranks, engine
+        self.footprint = served.plan.footprint_at(exact_itemsize)
+        self.running = True
 
     def read(self) -> dict[int, dict[str, int]]:
         """Counters of every worker that has published any."""
         paths = {rank: counters_path(self.instance_id, self.engine, rank) for rank in range(self.ranks)}
         found = {rank: read_counters(path) for rank, path in paths.items()}
-        return {rank: counters for rank, counters in found.items() if counters is not None}
+        workers = {rank: counters for rank, counters in found.items() if counters is not None}
+        if not self.running:  # the workers only know the step before
+            for counters in workers.values():
+                counters["history_pages"] = 0
+        return workers
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, all prefixed ``loopkv_``."""
@@ -65,9 +72,9 @@ class LoopKVCollector(Collector):
         )
         info.add_metric([engine, plan.name, plan.sha256, self.served.prefill, self.served.seed], 1)
         yield info
-        for what, value in (("stored", plan.footprint.stored_bytes), ("read", plan.footprint.read_bytes)):
+        for what, value in (("stored", self.footprint.stored_bytes), ("read", self.footprint.read_bytes)):
             gauge = GaugeMetricFamily(
-                f"loopkv_{what}_bytes_per_token", f"history bytes {what} per token (2-byte exact)", labels=["engine"]
+                f"loopkv_{what}_bytes_per_token", f"history bytes {what} per token, all cells", labels=["engine"]
             )
             gauge.add_metric([engine], value)
             yield gauge
@@ -90,7 +97,8 @@ class LoopKVStatLogger(StatLoggerBase):
         if served is None:
             return
         ranks = vllm_config.parallel_config.world_size
-        self.collector = LoopKVCollector(served, vllm_config.instance_id, ranks, engine_index)
+        dtype: Any = vllm_config.model_config.dtype
+        self.collector = LoopKVCollector(served, vllm_config.instance_id, ranks, engine_index, dtype.itemsize)
         previous = self._registered.pop(engine_index, None)
         if previous is not None:  # an engine started anew in this process
             REGISTRY.unregister(previous)
@@ -104,7 +112,9 @@ class LoopKVStatLogger(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """vLLM's own statistics are not needed: the workers count."""
+        """Of vLLM's own statistics only whether anything runs is needed: the workers count the rest."""
+        if self.collector is not None and scheduler_stats is not None:
+            self.collector.running = scheduler_stats.num_running_reqs > 0
 
     def log_engine_initialized(self) -> None:
         """The start-up line comes from the worker, which knows the pool."""
