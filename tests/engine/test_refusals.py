@@ -17,7 +17,7 @@ from loopkv.vllm_plugin import compat
 from loopkv.vllm_plugin.hook import check_engine_features
 from loopkv.vllm_plugin.register import BACKEND_CLASS, register
 from loopkv.vllm_plugin.served import get_served
-from loopkv.vllm_plugin.settings import ServeSettings, SettingsError
+from loopkv.vllm_plugin.settings import SettingsError
 
 pytestmark = pytest.mark.engine
 
@@ -105,7 +105,7 @@ def test_sleep_mode():
     config = configure(None)
     config.model_config.enable_sleep_mode = True
     with pytest.raises(UnsupportedError, match="sleep mode"):
-        check_engine_features(config, ServeSettings(plan="kivi4"))
+        check_engine_features(config)
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,14 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from loopkv.artifacts import Plan
-from loopkv.layout import Layout, lay_out
+from loopkv.layout import Layout
 from loopkv.vllm_plugin.backend import LoopKVBackend
 from loopkv.vllm_plugin.cache import history_spec, request_in_flight_tokens, window_spec
 from loopkv.vllm_plugin.compat import add_splitting_op
 from loopkv.vllm_plugin.metadata import GroupMetadata, Step, make_step
 from loopkv.vllm_plugin.metrics import Counters, counters_path
 from loopkv.vllm_plugin.operators import Operators, make_operators
-from loopkv.vllm_plugin.served import ServedPlan
+from loopkv.vllm_plugin.served import ServedPlan, lay_out_for_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,10 +41,11 @@ class VirtualLayer(AttentionLayerBase):
     Args:
         spec: the group's cache spec.
         owner: the cache it is a part of.
+        leads: whether its metadata announces a step to the owner.
     """
 
-    def __init__(self, spec: KVCacheSpec, owner: CellCache) -> None:
-        self.spec, self.owner = spec, owner
+    def __init__(self, spec: KVCacheSpec, owner: CellCache, *, leads: bool) -> None:
+        self.spec, self.owner, self.leads = spec, owner, leads
         self._kv_cache = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -82,17 +82,24 @@ class CellCache:
         dtype = vllm_config.model_config.dtype
         assert isinstance(dtype, torch.dtype)  # resolved by vLLM before any model is built
         self.dtype = dtype
-        self.layout = worker_layout(served.plan, parallel.tensor_parallel_size, self.dtype)
+        self.layout = lay_out_for_worker(served.plan, parallel.tensor_parallel_size, self.dtype)
         self.counters = Counters(counters_path(vllm_config.instance_id, parallel.data_parallel_index, parallel.rank))
-        self.operators: Operators = make_operators(self.layout, served, self.dtype, device, self.counters)
+        self.operators: Operators = make_operators(
+            self.layout,
+            served,
+            dtype,
+            max_rows=vllm_config.scheduler_config.max_num_seqs,
+            device=device,
+            counters=self.counters,
+        )
         window = window_spec(
             self.layout,
             self.dtype,
             in_flight_tokens=request_in_flight_tokens(vllm_config),
             null_leaving=served.chunk_tokens > self.layout.policy.max_exact_chunk_tokens,
         )
-        self.history = VirtualLayer(history_spec(self.layout, self.dtype), self)
-        self.window = VirtualLayer(window, self)
+        self.history = VirtualLayer(history_spec(self.layout, self.dtype), self, leads=True)
+        self.window = VirtualLayer(window, self, leads=False)
         self._max_model_len = vllm_config.model_config.max_model_len
         self._speaks = parallel.rank == 0
         self._step: Step | None = None
@@ -117,6 +124,19 @@ class CellCache:
         self.counters.flush()
         if self._speaks:
             logger.info(startup_line(self.served, self.layout, self.dtype, blocks, self._max_model_len))
+
+    def on_step(self, tokens: Tensor | None) -> None:
+        """Called by the metadata builder once a step, on the host: publish counts.
+
+        Args:
+            tokens: [B] on the host, tokens of the rows after the step (upper bounds), or None if unknown.
+        """
+        if tokens is not None:
+            policy = self.layout.policy
+            ends = (tokens.long() - policy.window_tokens).div(policy.page_tokens, rounding_mode="floor")
+            pages = ends - policy.sink_tokens // policy.page_tokens
+            self.counters.set("history_pages", int(pages.clamp(min=0).sum()))
+        self.operators.publish()
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One cell of the current step; the first cell also codes the pages that leave.
@@ -157,20 +177,6 @@ def startup_line(served: ServedPlan, layout: Layout, dtype: torch.dtype, blocks:
         f"({layout.history_block_tokens} history or {layout.window_block_tokens} exact tokens): requests resident at "
         f"once: {fits} tokens; prefill {served.describe_prefill}"
     )
-
-
-def worker_layout(plan: Plan, tensor_parallel: int, dtype: torch.dtype) -> Layout:
-    """The layout of one worker's heads; every worker gets the same block sizes in tokens."""
-    geometry = plan.fingerprint.geometry
-    if tensor_parallel > 1:
-        geometry = geometry.model_copy(
-            update={
-                "query_heads": geometry.query_heads // tensor_parallel,
-                "kv_heads": geometry.kv_heads // tensor_parallel,
-            }
-        )
-        plan = plan.model_copy(update={"fingerprint": plan.fingerprint.model_copy(update={"geometry": geometry})})
-    return lay_out(plan, exact_itemsize=dtype.itemsize)
 
 
 def loopkv_attend(query: Tensor, key: Tensor, value: Tensor, output: Tensor, cell: int) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from loopkv.artifacts import Fingerprint
+from loopkv.artifacts import Fingerprint, Plan
 from loopkv.errors import UnsupportedError
 from loopkv.vllm_plugin.compat import check_vllm_version
-from loopkv.vllm_plugin.served import ServedPlan, load_plan, put_served
+from loopkv.vllm_plugin.operators import check_device
+from loopkv.vllm_plugin.served import ServedPlan, lay_out_for_worker, load_plan, put_served
 from loopkv.vllm_plugin.settings import ServeSettings, read_settings
 
 if TYPE_CHECKING:
@@ -35,13 +37,14 @@ class LoopKVConfigHook(VerifyAndUpdateConfig):
             return
         check_vllm_version()
         check_backend_claim()
-        check_engine_features(vllm_config, settings)
+        check_engine_features(vllm_config)
         fingerprint = model_fingerprint(vllm_config.model_config)
         plan = load_plan(settings, fingerprint)
         if plan.fingerprint.weights_sha256 is not None:
             fingerprint = with_weights(fingerprint, vllm_config)
         plan.check_serves(fingerprint, accept_weights=settings.accept_weights)
         _check_tensor_parallel(vllm_config, fingerprint)
+        check_served_on_device(vllm_config, plan, settings)
         cap = limit_chunks(vllm_config, plan.policy.max_exact_chunk_tokens, plan.shares, settings)
         put_served(vllm_config, ServedPlan(plan=plan, prefill=settings.prefill, seed=settings.seed, chunk_tokens=cap))
 
@@ -82,7 +85,7 @@ def check_backend_claim() -> None:
         )
 
 
-def check_engine_features(vllm_config: VllmConfig, settings: ServeSettings) -> None:
+def check_engine_features(vllm_config: VllmConfig) -> None:
     """Refuse what has not been shown to work with a coded cache, one sentence each.
 
     Raises:
@@ -152,10 +155,6 @@ def check_engine_features(vllm_config: VllmConfig, settings: ServeSettings) -> N
     for refused, what, got, wanted, hint in checks:
         if refused:
             raise UnsupportedError(f"a LoopKV plan cannot be served with {what}", got=got, wanted=wanted, hint=hint)
-    if settings.seed == "timed" and vllm_config.device_config.device_type == "cpu":
-        raise UnsupportedError(
-            "seed mode on a CPU", got="timed", wanted="sink or none", hint="a CPU step has no race to wait for"
-        )
 
 
 def model_fingerprint(model_config: ModelConfig) -> Fingerprint:
@@ -191,6 +190,29 @@ def _local_folder(model_config: ModelConfig) -> Path | None:
         return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
     except Exception:  # huggingface_hub raises many kinds; all mean: not here
         return None
+
+
+def check_served_on_device(vllm_config: VllmConfig, plan: Plan, settings: ServeSettings) -> None:
+    """Refuse a plan, or a way to run it, that the device's operators do not serve.
+
+    Raises:
+        UnsupportedError: says what, and what would do.
+    """
+    device, dtype = vllm_config.device_config.device_type, vllm_config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)  # vLLM has resolved "auto"
+    layout = lay_out_for_worker(plan, vllm_config.parallel_config.tensor_parallel_size, dtype)
+    check_device(layout, dtype, device)
+    if settings.seed == "timed" and device == "cpu":
+        raise UnsupportedError(
+            "seed mode on a CPU", got="timed", wanted="sink or none", hint="a CPU step has no race to wait for"
+        )
+    if settings.prefill == "fast" and plan.shares and device != "cpu":
+        raise UnsupportedError(
+            "prefill mode for a plan with shared cells on a GPU",
+            got="fast",
+            wanted="exact",
+            hint="the kernels do not yet read a chunk's own exact pages; plans without shared cells need no mode",
+        )
 
 
 def _check_tensor_parallel(vllm_config: VllmConfig, fingerprint: Fingerprint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -72,6 +73,12 @@ class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        context = vllm_config.compilation_config.static_forward_context
+        layers = [context[name] for name in layer_names]
+        # one of the two groups tells the cache that a step begins
+        self._on_step: Callable[[Tensor | None], None] | None = next(
+            (layer.owner.on_step for layer in layers if layer.leads), None
+        )
 
     def build(
         self,
@@ -82,6 +89,8 @@ class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
         """The group's metadata of a step (cascade attention is never asked for, so no common prefix)."""
         assert common_prefix_len == 0, "cascade attention is not supported"
         common = common_attn_metadata
+        if self._on_step is not None:
+            self._on_step(common.seq_lens_cpu_upper_bound)
         return GroupMetadata(
             block_table=common.block_table_tensor,
             seq_lens=common.seq_lens,

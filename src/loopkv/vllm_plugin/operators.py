@@ -43,17 +43,45 @@ class Operators(Protocol):
         """
         ...
 
+    def publish(self) -> None:
+        """Make counts visible to other processes; called on the host once a step, graphs included. Never waits."""
+        ...
+
 
 def make_operators(
-    layout: Layout, served: ServedPlan, dtype: torch.dtype, device: torch.device, counters: Counters
+    layout: Layout,
+    served: ServedPlan,
+    dtype: torch.dtype,
+    *,
+    max_rows: int,
+    device: torch.device,
+    counters: Counters,
 ) -> Operators:
-    """The operators for a device.
+    """The operators for a device; ``max_rows`` is the most requests of a step.
 
     Raises:
-        UnsupportedError: no implementation for the device.
+        UnsupportedError: no implementation for the device, or for this layout on it.
     """
     if device.type == "cpu":
         from loopkv.vllm_plugin.operators_cpu import CpuOperators
 
         return CpuOperators(layout, dtype, seed=served.seed, counters=counters)
-    raise UnsupportedError("serving a LoopKV plan", got=f"device {device.type}", wanted="cpu")
+    if device.type == "cuda":
+        from loopkv.vllm_plugin.operators_cuda import CudaStepOperators
+
+        return CudaStepOperators(layout, dtype, seed=served.seed, max_rows=max_rows, device=device, counters=counters)
+    raise UnsupportedError("serving a LoopKV plan", got=f"device {device.type}", wanted="cpu or cuda")
+
+
+def check_device(layout: Layout, dtype: torch.dtype, device_type: str) -> None:
+    """Refuse what ``make_operators`` would, without touching the device.
+
+    Raises:
+        UnsupportedError: says which constant or device, and what would do.
+    """
+    if device_type == "cuda":
+        from loopkv.kernels.descriptor import check_served
+
+        check_served(layout, dtype)
+    elif device_type != "cpu":
+        raise UnsupportedError("serving a LoopKV plan", got=f"device {device_type}", wanted="cpu or cuda")

@@ -122,9 +122,7 @@ class CpuOperators:
     def code_leaving_pages(self, step: Step) -> None:
         """See ``Operators.code_leaving_pages``."""
         self._plan(step)
-        policy, window = self.policy, self.window_view(step.pool)
-        pages = [(row.history_end - policy.sink_tokens) // policy.page_tokens for row in self._rows]
-        self.counters.set("history_pages", sum(pages))
+        window = self.window_view(step.pool)
         leaving = [row for row in self._rows if len(row.leaving.block)]
         if leaving:
             places = _join_places([row.leaving for row in leaving])
@@ -134,7 +132,9 @@ class CpuOperators:
                     keys, values = (window[tokens.block, cell, part, tokens.inside] for part in (0, 1))
                     self._write_pages(step.pool, cell, places, keys, values)
         self.counters.add("pages_coded", sum(len(row.leaving.block) + len(row.late.block) for row in self._rows))
-        self.counters.flush()
+
+    def publish(self) -> None:
+        """See ``Operators.publish``: every step publishes with its last cell."""
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:
         """See ``Operators.attend``."""
@@ -143,6 +143,8 @@ class CpuOperators:
         window[self._append.block, cell, 1, self._append.inside] = v[self._append_tokens]
         for group in self._groups:
             self._attend_group(cell, group, q, k, v, out, step.pool, window)
+        if cell == len(self.layout.cells) - 1:
+            self.counters.flush()
 
     # planning
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from loopkv.artifacts import Fingerprint, Plan
+from loopkv.layout import Layout, lay_out
 from loopkv.vllm_plugin.settings import ServeSettings
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
 SERVED_KEY = "loopkv_served"
@@ -69,3 +71,17 @@ def get_served(vllm_config: VllmConfig) -> ServedPlan | None:
     if not isinstance(config, dict) or SERVED_KEY not in config:
         return None
     return ServedPlan.model_validate_json(json.dumps(config[SERVED_KEY]))
+
+
+def lay_out_for_worker(plan: Plan, tensor_parallel: int, dtype: torch.dtype) -> Layout:
+    """The layout of one worker's heads; every worker gets the same block sizes in tokens."""
+    geometry = plan.fingerprint.geometry
+    if tensor_parallel > 1:
+        geometry = geometry.model_copy(
+            update={
+                "query_heads": geometry.query_heads // tensor_parallel,
+                "kv_heads": geometry.kv_heads // tensor_parallel,
+            }
+        )
+        plan = plan.model_copy(update={"fingerprint": plan.fingerprint.model_copy(update={"geometry": geometry})})
+    return lay_out(plan, exact_itemsize=dtype.itemsize)

@@ -1,0 +1,90 @@
+"""The operators on CUDA: what the engine's step looks like to the kernels, and counters that cost no wait.
+
+Counters stay on the device; now and then a copy to pinned memory is started, and read once it has arrived.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from loopkv.kernels.descriptor import SeedMode
+from loopkv.kernels.operators import CudaOperators, StepView
+from loopkv.layout import Layout
+from loopkv.vllm_plugin.metadata import Step
+from loopkv.vllm_plugin.metrics import Counters
+
+COPY_SECONDS = 1.0
+"""Least time between two copies of the device counters."""
+
+SEED_MODES = {"sink": SeedMode.SINK, "timed": SeedMode.TIMED, "none": SeedMode.NONE}
+
+
+class CudaStepOperators:
+    """See ``Operators``.
+
+    Args:
+        layout: the worker's layout.
+        dtype: exact dtype of the engine.
+        seed: seed mode of V precision.
+        max_rows: most requests of a step.
+        device: of the worker.
+        counters: where counts are published.
+    """
+
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, *, seed: str, max_rows: int, device: torch.device, counters: Counters
+    ) -> None:
+        self.counters = counters
+        self.kernels = CudaOperators(
+            layout, dtype, max_rows=max_rows, device=device, seed=SEED_MODES[seed], count_hot=layout.tau is not None
+        )
+        self._view: tuple[Step, StepView] | None = None
+        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=True)
+        self._arrived: torch.cuda.Event | None = None
+        self._copied_at = 0.0
+
+    def code_leaving_pages(self, step: Step) -> None:
+        """See ``Operators.code_leaving_pages``."""
+        self.kernels.code_leaving_pages(self._step_view(step))
+
+    def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:
+        """See ``Operators.attend``."""
+        self.kernels.attend(cell, q, k, v, out, self._step_view(step), max_queries=step.max_query_tokens)
+
+    def publish(self) -> None:
+        """See ``Operators.publish``. Runs between steps, never inside a graph."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self._arrived is not None:
+            if not self._arrived.query():
+                return
+            pages, clamped, hot = self._host.tolist()
+            self._arrived = None
+            self.counters.set("pages_coded", pages)
+            self.counters.set("clamped_values", clamped)
+            self.counters.set("hot_values", hot)
+            self.counters.flush()
+        now = time.monotonic()
+        if now - self._copied_at >= COPY_SECONDS:
+            self._copied_at = now
+            self._host[:2].copy_(self.kernels.code_counters, non_blocking=True)
+            self._host[2:].copy_(self.kernels.hot_values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def _step_view(self, step: Step) -> StepView:
+        if self._view is None or self._view[0] is not step:
+            decode = step.max_query_tokens == 1  # then every row has one new token, padding included
+            view = StepView(
+                pool=step.pool,
+                history_table=step.history_table,
+                window_table=step.window_table,
+                seq_lens=step.seq_lens,
+                query_start=None if decode else step.query_start,
+                rows=int(step.seq_lens.shape[0]),
+            )
+            self._view = (step, view)
+        return self._view[1]
