@@ -68,9 +68,7 @@ class Journal:
             found = rows[0]["key"] if rows[0]["journal"] == _VERSION else None
             self._entries = {str(row["name"]): row["value"] for row in rows[1:]}
         except (ValueError, KeyError, TypeError, IndexError):
-            raise LoopKVError(
-                f"journal {self.path}", got="a file that is no journal", hint="move it away"
-            ) from None
+            raise LoopKVError(f"journal {self.path}", got="a file that is no journal", hint="move it away") from None
         if found != key:
             raise LoopKVError(
                 f"journal {self.path} belongs to another run",
