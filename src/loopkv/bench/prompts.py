@@ -64,7 +64,8 @@ def fill_prompts(requests: Sequence[Request], tokenizer: Tokenizer, seed: int) -
         if request.prompt is not None:
             filled.append(request)
             continue
-        opening = " ".join(str(n) for n in rng.integers(0, 10_000, 4))
+        # Letters first: the serving client reads a column of digits as numbers.
+        opening = "".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), 12))
         words = rng.choice(_TEXT.split(), size=2 * request.prompt_tokens + 8)
         text = tokenizer.cut(f"{opening} {' '.join(words)}", request.prompt_tokens)
         filled.append(dataclasses.replace(request, prompt=text, prompt_tokens=max(1, tokenizer.count(text))))

@@ -53,10 +53,11 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
             f"{_OPTION}: {SETTINGS_KEY!r}", got="given twice", wanted="the options of `loopkv serve` alone"
         )
     config[SETTINGS_KEY] = settings.model_dump(exclude_defaults=True)
-    return [*_vllm(), "serve", model, _OPTION, json.dumps(config), *rest]
+    return [*vllm_executable(), "serve", model, _OPTION, json.dumps(config), *rest]
 
 
-def _vllm() -> list[str]:
+def vllm_executable() -> list[str]:
+    """The `vllm` command of this environment."""
     beside = Path(sys.executable).with_name("vllm")
     if beside.is_file():
         return [str(beside)]

@@ -1,0 +1,488 @@
+"""``run_slo``: tau0 from stock vLLM, then the rate ladder of every arm against a real server, resumable cell by cell.
+
+Everything measured is appended to one Records file as it comes: ``slo.step_ms`` and ``slo.tau0_ms`` of the calibration,
+one ``slo.cell`` per (arm, seed, rate) with every request in it. Scores are derived from those and written behind them,
+so a file can be scored again without a server, and a run that was killed repeats no finished cell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from loopkv.artifacts import Fingerprint
+from loopkv.artifacts.storage import write_atomically
+from loopkv.bench.arms import EngineArm
+from loopkv.bench.prompts import Tokenizer, fill_prompts
+from loopkv.bench.serving_client import (
+    SERVED_NAME,
+    preemptions,
+    reset_prefix_cache,
+    run_client,
+    times_from_json,
+    times_to_json,
+)
+from loopkv.bench.slo import (
+    ATTAINMENT_RULE,
+    OWN_RULE,
+    SHORT_RULE,
+    Bounds,
+    RequestTimes,
+    Score,
+    capacity,
+    capacity_ratio,
+    score,
+    tau0_context_tokens,
+)
+from loopkv.bench.workload import Request, workload_sha256
+from loopkv.errors import LoopKVError
+from loopkv.record_kinds import RECORD_KINDS
+from loopkv.records import Record, append_records, make_record, read_records
+from loopkv.vllm_plugin.command import serve_command, vllm_executable
+from loopkv.vllm_plugin.server import running_server
+from loopkv.vllm_plugin.settings import ServeSettings
+
+CALIBRATION_SHARES = (0.05, 0.35, 0.65, 0.95)
+CALIBRATION_OUTPUT_TOKENS = 64
+CALIBRATION_REPEATS = 2
+STOCK_LABEL = "bf16-stock"
+SCORE_KINDS = ("slo.attainment", "slo.capacity", "slo.capacity_ratio")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SloSettings:
+    """What a run measures.
+
+    Args:
+        model: model folder.
+        identity: its geometry (and hashes where known), to check plans before a server starts.
+        requests: the workload; prompts without text get some from ``tokenizer``.
+        tokenizer: of the model folder.
+        arms: caches to compare.
+        rates_per_s: rungs, the same for every arm.
+        seeds: of the arrivals.
+        output: Records file.
+        work: folder for logs and scratch files.
+        ks, ttfts_s: bounds to score: TPOT in tau0, TTFT in seconds.
+        tau0_ms: given instead of measured.
+        server_arguments: further arguments of ``vllm serve``, the same for every arm.
+        environment: variables of server and client.
+        ignore_eos: every request generates all its output tokens.
+        climb_past_failure: run every rung, also above one at which all bounds fail.
+        max_seconds: start no cell that would probably end later than this.
+    """
+
+    model: Path
+    identity: Fingerprint
+    requests: tuple[Request, ...]
+    tokenizer: Tokenizer
+    arms: tuple[EngineArm, ...]
+    rates_per_s: tuple[float, ...]
+    seeds: tuple[int, ...]
+    output: Path
+    work: Path
+    ks: tuple[float, ...] = (2.0, 3.0, 5.0)
+    ttfts_s: tuple[float, ...] = (10.0, 5.0, 20.0)
+    tau0_ms: float | None = None
+    server_arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ignore_eos: bool = True
+    climb_past_failure: bool = False
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, values in (
+            ("rates", self.rates_per_s),
+            ("seeds", self.seeds),
+            ("k", self.ks),
+            ("ttft", self.ttfts_s),
+        ):
+            if not values:
+                raise LoopKVError(f"bench slo: {name}", got="none", wanted="at least one")
+        if not all(math.isfinite(v) and v > 0 for v in (*self.rates_per_s, *self.ks, *self.ttfts_s)):
+            raise LoopKVError("bench slo: rates, k and ttft", got="a value not above 0", wanted="numbers above 0")
+        if len(self.requests) < 3:
+            raise LoopKVError("bench slo: workload", got=f"{len(self.requests)} requests", wanted="at least 3")
+
+    @property
+    def workload(self) -> str:
+        """Short identity of the workload."""
+        return workload_sha256(self.requests)[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class SloResult:
+    """What a run ended with: all Records of the file, cells measured now, and cells left for another run."""
+
+    records: tuple[Record, ...]
+    measured_cells: int
+    cells_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    arm: EngineArm
+    seed: int
+    rate: float
+
+
+class _Run:
+    def __init__(self, settings: SloSettings, say: Say) -> None:
+        self.settings, self.say = settings, say
+        self.started = time.monotonic()
+        self.plans = {arm.label: arm.load_plan(settings.identity) for arm in settings.arms}
+        self.records = [r for r in _existing(settings.output) if r.what not in SCORE_KINDS]
+        if settings.output.exists():  # drops a torn last line and the scores, which are derived again
+            _rewrite(settings.output, self.records)
+        self.base = {
+            "workload": settings.workload,
+            "server": " ".join(settings.server_arguments),
+        }
+        self.measured = 0
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def keep(self, record: Record) -> None:
+        append_records(self.settings.output, [record])
+        self.records.append(record)
+
+    def make(self, what: str, value: float | None, settings: Mapping[str, object], **fields: object) -> Record:
+        unit = RECORD_KINDS[what].unit
+        merged = {**self.base, **settings}
+        return make_record(what, value, unit, settings=merged, model=self.settings.identity.name, **fields)
+
+    def mine(self, record: Record) -> bool:
+        """Whether a record belongs to this workload, model and server."""
+        same = all(record.settings.get(key) == value for key, value in self.base.items())
+        return same and record.model == self.settings.identity.name
+
+    def cell_record(self, cell: _Cell) -> Record | None:
+        for record in self.records:
+            if record.what != "slo.cell" or record.seed != cell.seed or not self.mine(record):
+                continue
+            s = record.settings
+            if s.get("arm") == cell.arm.label and s.get("spec") == cell.arm.spec and s.get("rate_per_s") == cell.rate:
+                plan = self.plans[cell.arm.label]
+                if record.plan_sha256 == (None if plan is None else plan.sha256):
+                    return record
+        return None
+
+    # -- servers -------------------------------------------------------------------------------------------------------
+
+    def command(self, arm: EngineArm) -> list[str]:
+        arguments = ["--served-model-name", SERVED_NAME, *self.settings.server_arguments]
+        if arm.plan is None:
+            stock = [*vllm_executable(), "serve", str(self.settings.model), *arguments]
+            stock += ["--kv-cache-dtype", arm.kv_cache_dtype] if arm.kv_cache_dtype != "auto" else []
+            stock += ["--kv-cache-dtype-skip-layers", *map(str, arm.skip_layers)] if arm.skip_layers else []
+            return stock
+        return serve_command(str(self.settings.model), ServeSettings(**arm.additional_config()["loopkv"]), arguments)
+
+    def environment(self) -> dict[str, str]:
+        return {"VLLM_SERVER_DEV_MODE": "1", **self.settings.environment}
+
+    # -- calibration ---------------------------------------------------------------------------------------------------
+
+    def known_tau0(self) -> dict[str, float]:
+        """tau0 in milliseconds by rule, given or measured before; empty where it must be measured."""
+        given = self.settings.tau0_ms
+        if given is not None:
+            return {"given": given}
+        found = {
+            str(r.settings["tau0_rule"]): float(r.value)
+            for r in self.records
+            if r.what == "slo.tau0_ms" and r.value is not None and self.mine(r)
+        }
+        return found if {OWN_RULE, SHORT_RULE} <= set(found) else {}
+
+    def measure_tau0(self, arm: EngineArm, url: str | None) -> dict[str, float]:
+        """Measure tau0 on vLLM's own cache, at ``url`` or on a server of its own."""
+        found: dict[str, float] = {}
+        self.say("calibrate tau0 on stock vLLM: single requests at several contexts")
+        if url is None:
+            log = self.settings.work / "server-calibration.log"
+            with running_server(self.command(arm), log, self.environment()) as started:
+                rows = self.calibrate(started, arm)
+        else:
+            rows = self.calibrate(url, arm)
+        slope, start = fit_line(rows)
+        for rule in (SHORT_RULE, OWN_RULE):
+            context = tau0_context_tokens(self.settings.requests, rule)
+            value = start + slope * context
+            settings = {"arm": arm.label, "tau0_rule": rule, "context_tokens": context}
+            line = {"start_ms": start, "slope_ms_per_1k": slope * 1e3}
+            self.keep(self.make("slo.tau0_ms", value, {**settings, **line}))
+            found[rule] = value
+            self.say(f"tau0 ({rule} rule, {context:,.0f} tokens): {value:.2f} ms")
+        return found
+
+    def calibrate(self, url: str, arm: EngineArm) -> list[tuple[float, float]]:
+        """(mean context, step ms) of single requests; of each prompt length the first repeat warms up."""
+        longest = max(r.length_tokens for r in self.settings.requests)
+        output = max(2, min(CALIBRATION_OUTPUT_TOKENS, longest // 4))
+        room = longest - output
+        lengths = sorted({max(1, round(share * room)) for share in CALIBRATION_SHARES})
+        each = 1 + CALIBRATION_REPEATS
+        asked = [Request(n, output) for n in lengths for _ in range(each)]
+        filled = fill_prompts(asked, self.settings.tokenizer, seed=0)
+        folder = self.settings.work / "calibration"
+        done = run_client(
+            url,
+            filled,
+            folder,
+            str(self.settings.model),
+            rate_per_s=math.inf,
+            seed=0,
+            one_at_a_time=True,
+            environment=self.environment(),
+        )
+        bad = next((r.error for r in done.requests if r.failed), None)
+        if bad is not None:
+            raise LoopKVError("tau0 calibration", got=f"a failed request: {bad}", hint=f"see {folder}")
+        rows = []
+        for i in range(0, len(filled), each):
+            steps = tuple(1e3 * (r.tpot_s or 0.0) for r in done.requests[i + 1 : i + each])
+            context = filled[i].prompt_tokens + (output + 1) / 2
+            value = float(np.median(steps))
+            place = {"arm": arm.label, "context_tokens": context}
+            self.keep(self.make("slo.step_ms", value, place, samples=steps))
+            rows.append((context, value))
+        return rows
+
+    # -- cells ---------------------------------------------------------------------------------------------------------
+
+    def all(self) -> tuple[dict[str, float], int]:
+        """Measure what is missing of tau0 and of every arm; returns tau0 and the cells left for want of time."""
+        tau0 = self.known_tau0()
+        stock = next((a for a in self.settings.arms if a.stock and a.kv_cache_dtype == "auto"), None)
+        if not tau0 and stock is None:
+            tau0 = self.measure_tau0(EngineArm(STOCK_LABEL, "stock", None), None)
+        ordered = sorted(self.settings.arms, key=lambda arm: arm is not stock)  # tau0 comes with the stock arm's server
+        left = 0
+        for arm in ordered:
+            if tau0 and not self.missing(arm, self.loosest(tau0)):
+                continue
+            if tau0 and self.out_of_time(max(cell.rate for cell in self.missing(arm, self.loosest(tau0)))):
+                left += len(self.missing(arm, self.loosest(tau0)))
+                continue
+            log = self.settings.work / f"server-{_file_name(arm.label)}.log"
+            with running_server(self.command(arm), log, self.environment()) as url:
+                tau0 = tau0 or self.measure_tau0(arm, url)
+                left += self.ladder(url, arm, self.loosest(tau0))
+        return tau0, left
+
+    def loosest(self, tau0: Mapping[str, float]) -> list[Bounds]:
+        """The widest bounds that are scored, under each tau0."""
+        return [Bounds(max(self.settings.ttfts_s), max(self.settings.ks), ms / 1e3) for ms in tau0.values()]
+
+    def missing(self, arm: EngineArm, bounds: Sequence[Bounds]) -> list[_Cell]:
+        """Cells of one arm still to be measured, slowest rate of each seed first."""
+        cells = []
+        for seed in self.settings.seeds:
+            if not self.passed_top(arm, seed, bounds):
+                every = (_Cell(arm, seed, rate) for rate in sorted(set(self.settings.rates_per_s)))
+                cells += [cell for cell in every if self.cell_record(cell) is None]
+        return cells
+
+    def ladder(self, url: str, arm: EngineArm, bounds: Sequence[Bounds]) -> int:
+        """Run the missing cells of one arm; returns how many are left for want of time."""
+        left = 0
+        for cell in self.missing(arm, bounds):
+            if self.passed_top(arm, cell.seed, bounds):
+                continue
+            if self.out_of_time(cell.rate):
+                left += 1
+            else:
+                self.run_cell(url, cell)
+        return left
+
+    def passed_top(self, arm: EngineArm, seed: int, bounds: Sequence[Bounds]) -> bool:
+        """Whether a measured rung fails every bound: no higher rung can change a capacity."""
+        if self.settings.climb_past_failure:
+            return False
+        return any(
+            all(score(times, one).attainment < ATTAINMENT_RULE for one in bounds)
+            for times in self.ladder_times(arm, seed).values()
+        )
+
+    def ladder_times(self, arm: EngineArm, seed: int) -> dict[float, tuple[RequestTimes, ...]]:
+        """Measured rungs of one arm and seed, by rate."""
+        found = {}
+        for rate in sorted(set(self.settings.rates_per_s)):
+            record = self.cell_record(_Cell(arm, seed, rate))
+            if record is not None:
+                found[rate] = times_from_json(record.settings["requests"])
+        return found
+
+    def out_of_time(self, rate: float) -> bool:
+        limit = self.settings.max_seconds
+        if limit is None:
+            return False
+        return time.monotonic() - self.started + len(self.settings.requests) / rate > limit
+
+    def run_cell(self, url: str, cell: _Cell) -> None:
+        settings = self.settings
+        requests = fill_prompts(settings.requests, settings.tokenizer, seed=cell.seed)
+        reset_prefix_cache(url)
+        before = preemptions(url)
+        done = run_client(
+            url,
+            requests,
+            settings.work / f"{_file_name(cell.arm.label)}-{cell.seed}-{cell.rate:g}",
+            str(settings.model),
+            rate_per_s=cell.rate,
+            seed=cell.seed,
+            ignore_eos=settings.ignore_eos,
+            environment=self.environment(),
+        )
+        plan = self.plans[cell.arm.label]
+        failed = sum(r.failed for r in done.requests)
+        details: dict[str, object] = {
+            "arm": cell.arm.label,
+            "spec": cell.arm.spec,
+            "rate_per_s": cell.rate,
+            "preemptions": preemptions(url) - before,
+            "duration_s": done.duration_s,
+            "requests": times_to_json(done.requests),
+        }
+        self.keep(
+            self.make(
+                "slo.cell",
+                float(len(done.requests)),
+                details,
+                seed=cell.seed,
+                plan_sha256=None if plan is None else plan.sha256,
+            )
+        )
+        self.measured += 1
+        self.say(
+            f"{cell.arm.label}, seed {cell.seed}, {cell.rate:g} req/s: {len(done.requests)} requests in "
+            f"{done.duration_s:.0f} s, {failed} failed, {details['preemptions']} preemptions"
+        )
+
+    # -- scores --------------------------------------------------------------------------------------------------------
+
+    def scores(self, tau0: Mapping[str, float]) -> list[Record]:
+        """Attainment of every rung, capacities, and ratios of every arm to each arm before it."""
+        records = []
+        for (rule, tau0_ms), k, ttft, seed in itertools.product(
+            tau0.items(), self.settings.ks, self.settings.ttfts_s, self.settings.seeds
+        ):
+            bounds = Bounds(ttft, k, tau0_ms / 1e3)
+            place = {"tau0_rule": rule, "tau0_ms": tau0_ms, "k": k, "ttft_s": ttft}
+            met: dict[str, dict[float, tuple[bool, ...]]] = {}
+            for arm in self.settings.arms:
+                rungs = {rate: score(times, bounds) for rate, times in self.ladder_times(arm, seed).items()}
+                if not rungs:
+                    continue
+                records += self.arm_scores(arm, seed, rungs, place)
+                met[arm.label] = {rate: one.met for rate, one in rungs.items()}
+            for base, other in itertools.combinations(met, 2):
+                ratio = capacity_ratio(met[other], met[base], seed=seed)
+                settings = {
+                    **place,
+                    "arm": other,
+                    "baseline": base,
+                    "ci95": list(ratio.ci95),
+                    "share_at_least": ratio.share_at_least,
+                    "draws": ratio.draws,
+                }
+                records.append(self.make("slo.capacity_ratio", ratio.ratio, settings, seed=seed))
+        return records
+
+    def arm_scores(
+        self, arm: EngineArm, seed: int, rungs: Mapping[float, Score], place: Mapping[str, object]
+    ) -> list[Record]:
+        plan = self.plans[arm.label]
+        shared = {"seed": seed, "plan_sha256": None if plan is None else plan.sha256}
+        records = []
+        for rate, one in rungs.items():
+            cell = self.cell_record(_Cell(arm, seed, rate))
+            assert cell is not None
+            settings = {
+                **place,
+                "arm": arm.label,
+                "rate_per_s": rate,
+                "scored": one.scored,
+                "missed_ttft": one.missed_ttft,
+                "missed_tpot": one.missed_tpot,
+                "missed_both": one.missed_both,
+                "failed": one.failed,
+                "preemptions": cell.settings.get("preemptions"),
+            }
+            flags = tuple(float(flag) for flag in one.met)
+            made = self.make("slo.attainment", one.attainment, settings, samples=flags, **shared)
+            records.append(_measured_on(made, cell))
+        found = capacity({rate: one.attainment for rate, one in rungs.items()})
+        settings = {
+            **place,
+            "arm": arm.label,
+            "lowest_rate": found.lowest_rate,
+            "highest_rate": found.highest_rate,
+            "no_rung_failed": found.no_rung_failed,
+        }
+        last = self.cell_record(_Cell(arm, seed, found.highest_rate))
+        assert last is not None
+        records.append(_measured_on(self.make("slo.capacity", found.rate_per_s, settings, **shared), last))
+        return records
+
+
+def _measured_on(score_record: Record, cell: Record) -> Record:
+    """A score with the hardware, versions and commit of the run it was scored from."""
+    return score_record.model_copy(
+        update={
+            "hardware": cell.hardware,
+            "driver": cell.driver,
+            "versions": cell.versions,
+            "commit": cell.commit,
+            "command": cell.command,
+        }
+    )
+
+
+def run_slo(settings: SloSettings, say: Say) -> SloResult:
+    """Calibrate, run every missing cell of every arm, and score the file.
+
+    Raises:
+        LoopKVError: a bad plan or setting (before a server starts), a server or client that fails.
+    """
+    run = _Run(settings, say)
+    settings.work.mkdir(parents=True, exist_ok=True)
+    tau0, left = run.all()
+    scores = run.scores(tau0)
+    append_records(settings.output, scores)
+    return SloResult((*run.records, *scores), run.measured, left)
+
+
+def fit_line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Slope and start of step time over context by least squares; one row alone gives a flat line.
+
+    Raises:
+        LoopKVError: no row.
+    """
+    if not rows:
+        raise LoopKVError("tau0 fit", got="no row", wanted="at least one")
+    contexts, steps = np.array(rows).T
+    if np.ptp(contexts) == 0:
+        return 0.0, float(steps.mean())
+    slope, start = np.polyfit(contexts, steps, 1)
+    return float(slope), float(start)
+
+
+def _existing(path: Path) -> list[Record]:
+    return list(read_records([path])) if path.exists() else []
+
+
+def _rewrite(path: Path, records: Sequence[Record]) -> None:
+    write_atomically(path, "".join(record.model_dump_json() + "\n" for record in records).encode())
+
+
+def _file_name(label: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in label)
