@@ -10,9 +10,9 @@ from harness import same_tokens
 from safetensors.torch import load_file, save_file
 
 from loopkv.engine.whole_sequence import sequence_logits
-from loopkv.models import load_model
+from loopkv.models import load_model, load_tokenizer
 from loopkv.options import BF16
-from loopkv.reference import model_folder
+from loopkv.reference import model_folder, task_items
 
 pytestmark = pytest.mark.engine
 
@@ -52,6 +52,33 @@ def test_fast_prefill_reads_a_chunks_own_pages_exact(engines, reference, documen
     engine.forget()
     engine.set_chunk(512)
     assert len(engine.generate([ids], 40)[0].tokens) == 40
+    engine.check_idle()
+
+
+def test_seed_modes_decide_which_values_are_read_whole(engines, documents):
+    """Without the sink's scores the bar starts lower, so more tokens are hot; the answer hardly moves."""
+    shares, outputs = [], []
+    for seed in ("sink", "none"):
+        engine = engines.get("memory-tau", settings=(("seed", seed),))
+        engine.forget()
+        outputs += engine.generate([documents[3][:450]], 12)
+        counters = engine.cache.counters.values
+        assert counters["decode_values"] > 0
+        shares.append(counters["hot_values"] / counters["decode_values"])
+    assert shares[0] < shares[1] < 1
+    assert same_tokens(*outputs)
+
+
+def test_a_bf16_engine_answers(engines):
+    tokenizer = load_tokenizer(model_folder())
+    engine = engines.get("memory", dtype="bfloat16")
+    engine.forget()
+    items = [item for item in task_items() if item["task"].startswith("needle")][:4]
+    outputs = engine.generate([tokenizer(item["prompt"])["input_ids"] for item in items], 16)
+    answers = [tokenizer.decode(list(output.tokens)).split("\n")[0].strip() for output in outputs]
+    assert answers == [item["answer"].strip() for item in items]
+    layout = engine.cache.layout
+    assert layout.exact_itemsize == 2 and engine.cache.pool.shape[1] == layout.block_bytes
     engine.check_idle()
 
 

@@ -100,7 +100,16 @@ def policy_attention(q: Tensor, first: int, sink: KV, history: KV, recent: KV, p
 
 
 def cold_attention(
-    q: Tensor, first: int, sink: KV, history: KV, cold_values: Tensor, recent: KV, policy: Policy, tau: float
+    q: Tensor,
+    first: int,
+    sink: KV,
+    history: KV,
+    cold_values: Tensor,
+    recent: KV,
+    policy: Policy,
+    tau: float,
+    *,
+    sink_seed: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``policy_attention`` with read-time V precision (paper section 3.3), every query being a decode row of its own.
 
@@ -112,6 +121,7 @@ def cold_attention(
         q, first, sink, history, recent, policy: as for ``policy_attention``.
         cold_values: [B, N, H, D] values of the history with the low plane read as its midpoint.
         tau: threshold in bits.
+        sink_seed: False starts m at -inf instead of the best sink score (seed mode ``none``).
 
     Returns:
         o [B, T, Hq, D] and the number of hot history tokens [B, T, H] int64 (of ``history_end(position + 1) - S``).
@@ -135,7 +145,8 @@ def cold_attention(
         weights = torch.softmax(scores, dim=-1)
         history_scores = scores[..., begin:end]
         # Without a sink nothing is known before a split's own pages: m0 = -inf.
-        seed = scores[..., :begin].amax(-1) if begin else torch.full_like(scores[..., 0], -math.inf)
+        seeded = begin > 0 and sink_seed
+        seed = scores[..., :begin].amax(-1) if seeded else torch.full_like(scores[..., 0], -math.inf)
         bar = _running_maximum(history_scores, seed, splits, policy) - tau * math.log(2.0)
         cold = (history_scores < bar.repeat_interleave(policy.page_tokens, dim=-1)).all(dim=1)  # [H, T, N]
         readable = mask[:, begin:end]

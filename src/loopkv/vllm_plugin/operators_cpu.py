@@ -316,7 +316,17 @@ class CpuOperators:
         assert self.layout.tau is not None
         near, far = (KV(x[None, :, 0], x[None, :, 1]) for x in (sink, recent))
         own = KV(history.k[:, pages], history.v[:, pages])
-        o, hot = cold_attention(q[None], row.first, near, own, cold[:, pages], far, self.policy, self.layout.tau)
+        o, hot = cold_attention(
+            q[None],
+            row.first,
+            near,
+            own,
+            cold[:, pages],
+            far,
+            self.policy,
+            self.layout.tau,
+            sink_seed=self.seed == "sink",
+        )
         self.counters.add("hot_values", int(hot.sum()))
         self.counters.add("decode_values", (pages.stop - pages.start) * self.heads)
         return o[0]
