@@ -1,0 +1,235 @@
+"""``run_decode``: decode throughput of several arms, each in a process of its own with a time budget.
+
+A row is B requests of one context that decode together. The child appends Records as rows end, so a run that is cut
+keeps what it has, and the next one measures only what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loopkv.artifacts import Fingerprint
+from loopkv.artifacts.storage import write_atomically
+from loopkv.bench.arms import EngineArm
+from loopkv.errors import LoopKVError
+from loopkv.records import Record, append_records, make_record, read_records
+
+DEFAULT_BATCHES = ("1", "peak/8", "peak/4", "peak/2", "3peak/4", "peak")
+DECODE_STEPS = 128
+OTHER_STEPS = 32
+WORKER = "loopkv.bench.decode_worker"
+_SLOT = re.compile(r"(?:(\d+)|(\d*)peak(?:/(\d+))?)", re.ASCII)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSettings:
+    """What a run measures.
+
+    Args:
+        model: model folder.
+        dummy: its weights are made up by the engine.
+        identity: geometry (and hashes where known).
+        step_parameters: weights that a decode step reads, every loop counted.
+        arms: caches to compare.
+        contexts: tokens of every request.
+        batches: rows of the sweep: numbers, ``peak`` (as many as stay resident), ``peak/2``, ``3peak/4``.
+        output: Records file.
+        work: folder for job files and logs.
+        engine: options of ``vllm.LLM`` on top of the defaults.
+        arm_seconds: time budget of one arm's process.
+        decode_steps: steps timed at the peak; other rows take at most 32.
+        profile: also record GPU time by component and host launches at the peak (needs CUDA).
+        seed: of the prompts.
+    """
+
+    model: Path
+    dummy: bool
+    identity: Fingerprint
+    step_parameters: int
+    arms: tuple[EngineArm, ...]
+    contexts: tuple[int, ...]
+    output: Path
+    work: Path
+    batches: tuple[str, ...] = DEFAULT_BATCHES
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    arm_seconds: float = 600.0
+    decode_steps: int = DECODE_STEPS
+    profile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.contexts or not all(c >= 1 for c in self.contexts):
+            raise LoopKVError("bench decode: contexts", got=self.contexts, wanted="tokens >= 1")
+        if self.decode_steps < 1 or not self.arm_seconds > 0:
+            raise LoopKVError("bench decode", got="no steps or no time", wanted="both above 0")
+        for slot in self.batches:
+            batch_of(slot, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one child process does: one arm, the rows that are missing."""
+
+    arm: EngineArm
+    model: str
+    dummy: bool
+    identity: dict[str, Any]
+    step_parameters: int
+    rows: tuple[tuple[int, str], ...]
+    output: str
+    engine: dict[str, Any]
+    settings: dict[str, Any]
+    decode_steps: int
+    profile: bool
+    seed: int
+    command: str
+
+    def save(self, path: Path) -> None:
+        """Write the job file."""
+        write_atomically(path, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        """Read a job file that ``save`` wrote."""
+        data = json.loads(path.read_text())
+        arm = data.pop("arm")
+        arm["skip_layers"] = tuple(arm["skip_layers"])
+        arm["settings"] = tuple(tuple(pair) for pair in arm["settings"])
+        data["rows"] = tuple((int(context), str(slot)) for context, slot in data["rows"])
+        return cls(arm=EngineArm(**arm), **data)
+
+
+def batch_of(slot: str, peak: int) -> int:
+    """Batch of a row: a number, or a share of the resident peak (at least 1, never above the peak).
+
+    Raises:
+        LoopKVError: anything else.
+    """
+    match = _SLOT.fullmatch(slot.strip())
+    if match is None:
+        raise LoopKVError("batch", got=repr(slot)[:40], wanted="a number, peak, peak/2 or 3peak/4")
+    number, times, divisor = match.groups()
+    batch = int(number) if number else peak * int(times or 1) // max(1, int(divisor or 1))
+    if number and batch < 1:
+        raise LoopKVError("batch", got=batch, wanted="at least 1")
+    return max(1, min(batch, peak))
+
+
+def missing_rows(settings: DecodeSettings, arm: EngineArm, records: Sequence[Record]) -> tuple[tuple[int, str], ...]:
+    """Rows (context, slot) of one arm without a Record of these settings."""
+    done = {
+        (r.settings.get("context_tokens"), r.settings.get("slot"))
+        for r in records
+        if r.what in ("decode.step_ms", "decode.refused")
+        and r.model == settings.identity.name
+        and r.settings.get("arm") == arm.label
+        and r.settings.get("spec") == arm.spec
+        and r.settings.get("engine") == engine_text(settings)
+    }
+    whole = {(context, "all") for context in settings.contexts} & done
+    return tuple(
+        (context, slot)
+        for context in settings.contexts
+        for slot in settings.batches
+        if (context, slot) not in done and (context, "all") not in whole
+    )
+
+
+def engine_text(settings: DecodeSettings) -> str:
+    """The engine options as they are kept in Records."""
+    return json.dumps(dict(settings.engine), sort_keys=True)
+
+
+def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
+    """Measure every missing row of every arm; returns all Records of the file.
+
+    An arm that the engine refuses, or that runs out of time, leaves a ``decode.refused`` Record or missing rows; the
+    others still run.
+
+    Raises:
+        LoopKVError: a bad plan (before anything starts) or an unreadable Records file.
+    """
+    for arm in settings.arms:
+        arm.load_plan(settings.identity)
+    known = list(read_records([settings.output])) if settings.output.exists() else []
+    if known:  # drops a torn last line
+        write_atomically(settings.output, "".join(r.model_dump_json() + "\n" for r in known).encode())
+    settings.work.mkdir(parents=True, exist_ok=True)
+    for arm in settings.arms:
+        rows = missing_rows(settings, arm, known)
+        if not rows:
+            say(f"{arm.label}: nothing missing")
+            continue
+        say(f"{arm.label}: {len(rows)} rows, at most {settings.arm_seconds:.0f} s")
+        _run_arm(settings, arm, rows, say)
+    return tuple(read_records([settings.output])) if settings.output.exists() else ()
+
+
+def _run_arm(settings: DecodeSettings, arm: EngineArm, rows: tuple[tuple[int, str], ...], say: Say) -> None:
+    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in arm.label)
+    job_file, log = settings.work / f"{name}.job.json", settings.work / f"{name}.log"
+    place = {"arm": arm.label, "spec": arm.spec, "engine": engine_text(settings)}
+    job = Job(
+        arm=arm,
+        model=str(settings.model),
+        dummy=settings.dummy,
+        identity=settings.identity.model_dump(mode="json"),
+        step_parameters=settings.step_parameters,
+        rows=rows,
+        output=str(settings.output),
+        engine=dict(settings.engine),
+        settings=place,
+        decode_steps=settings.decode_steps,
+        profile=settings.profile,
+        seed=settings.seed,
+        command=make_record("decode.step_ms", None, "ms").command,
+    )
+    job.save(job_file)
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", WORKER, str(job_file)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(settings.arm_seconds)
+        except subprocess.TimeoutExpired:
+            say(f"{arm.label}: out of time after {settings.arm_seconds:.0f} s; run again for the rows that are missing")
+            return
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    taken = time.monotonic() - started
+    if status == 0:
+        say(f"{arm.label}: done in {taken:.0f} s")
+        return
+    reason = _reason(log, status)
+    say(f"{arm.label}: {reason} (see {log})")
+    refused = {**place, "reason": reason, "context_tokens": rows[0][0], "slot": "all"}
+    append_records(
+        settings.output, [make_record("decode.refused", None, "", settings=refused, model=settings.identity.name)]
+    )
+
+
+def _reason(log: Path, status: int) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"\w*(Error|Exception)\b.*:", line)]
+    last = (telling or lines or ["no output"])[-1]
+    return f"exit status {status}: {last[-300:]}"

@@ -1,0 +1,291 @@
+"""One arm of ``loopkv bench decode``: an engine in this process, rows of requests that decode together.
+
+``python -m loopkv.bench.decode_worker JOB.json``; started by ``loopkv.bench.decode``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loopkv.artifacts import Fingerprint, Plan
+from loopkv.bench.components import component_times, launches_per_step
+from loopkv.bench.decode import OTHER_STEPS, Job, batch_of
+from loopkv.errors import LoopKVError
+from loopkv.record_kinds import RECORD_KINDS
+from loopkv.records import append_records, make_record
+from loopkv.step_time import request_read_bytes
+
+PROFILED_STEPS = 8
+SETTLING_STEPS = 3
+MAX_RUNNING = 256
+MARGIN_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of the arm per history token; ``plan`` is None for a stock cache."""
+
+    stored: float
+    read: float
+    plan: Plan | None
+    itemsize: int
+
+    def request_read(self, identity: Fingerprint, tokens: float) -> float:
+        """D_read of a request of ``tokens`` tokens."""
+        if self.plan is None:
+            return tokens * self.read
+        return request_read_bytes(
+            identity.geometry,
+            self.plan.policy,
+            self.plan.footprint_at(self.itemsize),
+            round(tokens),
+            exact_itemsize=self.itemsize,
+        )
+
+
+class Sweep:
+    """An engine with requests that decode together."""
+
+    def __init__(self, job: Job) -> None:
+        import torch
+        from vllm import LLM
+
+        self.job = job
+        self.identity = Fingerprint.model_validate_json(_json(job.identity))
+        self.cuda = torch.cuda.is_available()
+        longest = max(context for context, _ in job.rows) + self.extra_tokens()
+        options: dict[str, Any] = {
+            "model": job.model,
+            "max_model_len": longest,
+            "max_num_seqs": MAX_RUNNING,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            "seed": job.seed,
+        }
+        if job.dummy:
+            options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        if self.cuda:
+            options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        else:
+            options["enforce_eager"] = True
+        if job.arm.kv_cache_dtype != "auto":
+            options["kv_cache_dtype"] = job.arm.kv_cache_dtype
+        if job.arm.skip_layers:
+            options["kv_cache_dtype_skip_layers"] = [str(layer) for layer in job.arm.skip_layers]
+        if not job.arm.stock:
+            options["additional_config"] = job.arm.additional_config()
+        self.engine = LLM(**{**options, **job.engine}).llm_engine
+        self.scheduler: Any = self.engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        self.pool: Any = self.scheduler.kv_cache_manager.block_pool
+        self.vocabulary = int(self.engine.model_config.get_vocab_size())
+        self.names = (f"row-{i}" for i in itertools.count())
+        self.rng = np.random.default_rng(job.seed)
+        self.live: list[str] = []
+        self.bytes = self.arm_bytes()
+
+    def extra_tokens(self) -> int:
+        """Tokens a request may grow by beyond its context over all rows of a context."""
+        rows = max(sum(1 for c, _ in self.job.rows if c == context) for context, _ in self.job.rows)
+        each = OTHER_STEPS + PROFILED_STEPS + 4 * SETTLING_STEPS
+        return self.job.decode_steps + (rows + 2) * each + MARGIN_TOKENS
+
+    def arm_bytes(self) -> Bytes:
+        import torch
+
+        dtype = self.engine.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        itemsize = dtype.itemsize
+        plan = self.job.arm.load_plan(self.identity)
+        if plan is not None:
+            held = plan.footprint_at(itemsize)
+            return Bytes(held.stored_bytes, held.read_bytes, plan, itemsize)
+        layout = self.scheduler.kv_cache_config
+        total = sum(tensor.size for tensor in layout.kv_cache_tensors)
+        block_tokens = layout.kv_cache_groups[0].kv_cache_spec.block_size
+        token = total / layout.num_blocks / block_tokens
+        return Bytes(token, token, None, itemsize)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(self, count: int, context: int) -> None:
+        """Add requests that reach ``context`` tokens in their first decode step."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=self.extra_tokens(), ignore_eos=True, temperature=0.0, detokenize=False)
+        for _ in range(count):
+            name = next(self.names)
+            ids = self.rng.integers(0, self.vocabulary, max(1, context - 1)).tolist()
+            self.engine.add_request(name, {"prompt_token_ids": ids}, params)
+            self.live.append(name)
+
+    def drop(self, count: int) -> None:
+        """Abort the ``count`` requests that were added last."""
+        gone = [self.live.pop() for _ in range(count)]
+        if gone:
+            self.engine.abort_request(gone)
+            self.settle()
+
+    def settle(self) -> None:
+        """A few steps, so that what was aborted or admitted is out of the pipeline."""
+        for _ in range(SETTLING_STEPS):
+            if self.scheduler.running or self.scheduler.waiting:
+                self.engine.step()
+
+    def decoding(self) -> bool:
+        """Whether every live request is resident and past its prompt."""
+        running = self.scheduler.running
+        if len(running) != len(self.live) or self.scheduler.waiting:
+            return False
+        return all(r.num_computed_tokens >= r.num_prompt_tokens for r in running)
+
+    def make_resident(self) -> None:
+        """Step until every live request decodes; those that find no room are dropped.
+
+        Raises:
+            LoopKVError: not even one request fits.
+        """
+        still, before = 0, -1
+        while not self.decoding():
+            if len(self.scheduler.running) + len(self.scheduler.waiting) < len(self.live):
+                raise LoopKVError(f"arm {self.job.arm.label}", got="requests that ended early", wanted="resident ones")
+            self.engine.step()
+            progress = sum(
+                r.num_computed_tokens for r in self.scheduler.running if r.num_computed_tokens < r.num_prompt_tokens
+            )
+            waiting = len(self.scheduler.waiting)
+            only_decode = all(r.num_computed_tokens >= r.num_prompt_tokens for r in self.scheduler.running)
+            still = still + 1 if only_decode and waiting and progress == before else 0
+            before = progress
+            if still > 2 * SETTLING_STEPS:  # the rest waits for blocks that only an end would free
+                self.drop(waiting)
+                still = 0
+            if not self.live:
+                raise LoopKVError(f"arm {self.job.arm.label}", got="no request fits the pool", wanted="at least one")
+        self.settle()
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def peak(self, context: int) -> int:
+        """Requests of ``context`` tokens (grown by the timed steps) whose blocks fit together."""
+        free = self.pool.get_num_free_blocks()
+        self.add(1, context + self.job.decode_steps)
+        self.make_resident()
+        used = free - self.pool.get_num_free_blocks()
+        self.drop(1)
+        return max(1, min(free // max(1, used), self.scheduler.max_num_running_reqs))
+
+    def run_context(self, context: int, slots: list[str]) -> None:
+        """All rows of one context: the largest batch first, then fewer and fewer of the same requests."""
+        peak = self.peak(context)
+        # A smaller row reuses requests that have grown by the steps timed before: its own mean context is recorded.
+        order = sorted({slot: batch_of(slot, peak) for slot in slots}.items(), key=lambda item: -item[1])
+        largest = order[0][1]
+        self.add(largest, context)
+        self.make_resident()
+        for index, (slot, batch) in enumerate(order):
+            self.drop(max(0, len(self.live) - batch))
+            self.row(context, slot, peak, first=index == 0)
+        self.drop(len(self.live))
+
+    def row(self, context: int, slot: str, peak: int, *, first: bool) -> None:
+        """Time decode steps of the live requests and keep the Records."""
+        count = self.job.decode_steps if first else min(OTHER_STEPS, self.job.decode_steps)
+        for _ in range(4):
+            batch = len(self.live)
+            steps, lengths = self.timed_steps(count)
+            if self.decoding() and len(self.live) == batch:
+                break
+            self.make_resident()  # a request was preempted: the batch shrinks to what stays resident
+            self.drop(max(0, len(self.live) - max(1, batch - 1)))
+        else:
+            raise LoopKVError(f"arm {self.job.arm.label}, context {context}", got="preemptions in every try")
+        mean_context = float(np.mean(lengths))
+        place = {
+            **self.job.settings,
+            "context_tokens": context,
+            "batch": batch,
+            "slot": slot,
+            "peak_batch": peak,
+            "resident": True,
+            "mean_context_tokens": mean_context,
+            "stored_bytes": self.bytes.stored,
+            "read_bytes": self.bytes.read,
+            "read_bytes_per_request": self.bytes.request_read(self.identity, mean_context),
+            "weight_bytes": float(self.job.step_parameters * self.bytes.itemsize),
+        }
+        median = float(np.median(steps))
+        self.keep("decode.step_ms", median * 1e3, place, tuple(s * 1e3 for s in steps))
+        self.keep("decode.tok_s", batch / median, place, ())
+        print(f"{self.job.arm.label}: context {context}, batch {batch}: {median * 1e3:.3f} ms", flush=True)
+        if self.job.profile and first and self.cuda:
+            self.profiled(place)
+
+    def timed_steps(self, count: int) -> tuple[list[float], list[int]]:
+        """Seconds of ``count`` steps, and the requests' tokens half way."""
+        steps = []
+        lengths: list[int] = []
+        for i in range(count):
+            if i == count // 2:
+                lengths = [r.num_computed_tokens + 1 for r in self.scheduler.running]
+            start = time.perf_counter()
+            self.engine.step()
+            steps.append(time.perf_counter() - start)
+        return steps, lengths
+
+    def profiled(self, place: dict[str, Any]) -> None:
+        """GPU time by component and host launches of a few steps."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for _ in range(PROFILED_STEPS):
+                self.engine.step()
+        kernels, calls = [], {}
+        for event in profiler.key_averages():
+            if event.device_type.name == "CUDA":
+                kernels.append((event.key, float(event.self_device_time_total)))
+            else:
+                calls[event.key] = int(event.count)
+        for component, microseconds in component_times(kernels, PROFILED_STEPS).items():
+            self.keep("decode.component_us", microseconds, {**place, "component": component}, ())
+        self.keep("decode.launches", launches_per_step(calls, PROFILED_STEPS), place, ())
+
+    def keep(self, what: str, value: float, settings: dict[str, Any], samples: tuple[float, ...]) -> None:
+        plan = self.bytes.plan
+        record = make_record(
+            what,
+            value,
+            RECORD_KINDS[what].unit,
+            samples=samples,
+            settings=settings,
+            plan_sha256=None if plan is None else plan.sha256,
+            model=self.identity.name,
+            weights_sha256=self.identity.weights_sha256,
+            seed=self.job.seed,
+            command=self.job.command,
+        )
+        append_records(self.job.output, [record])
+
+
+def _json(data: object) -> str:
+    import json
+
+    return json.dumps(data)
+
+
+def main(path: str) -> None:
+    """Run one job."""
+    job = Job.load(Path(path))
+    sweep = Sweep(job)
+    for context in dict.fromkeys(context for context, _ in job.rows):
+        sweep.run_context(context, [slot for c, slot in job.rows if c == context])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,52 @@
+"""``loopkv bench decode`` on the real engine, on the CPU: rows up to the resident peak, Records, resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from loopkv.bench import decode
+from loopkv.cli.app import app
+from loopkv.record_kinds import RECORD_KINDS
+from loopkv.records import read_records
+from loopkv.report import write_records_report
+
+pytestmark = pytest.mark.engine
+
+
+def test_stock_and_a_plan_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles its sampler even when eager
+    output = tmp_path / "d.jsonl"
+    arguments = ["bench", "decode", "--geometry", "tiny", "--arm", "bf16=stock", "--arm", "kivi4"]
+    arguments += ["--contexts", "400", "--batches", "1,peak/2,peak", "--steps", "6", "--arm-seconds", "280"]
+    arguments += ["-o", str(output), "--work", str(tmp_path / "work")]
+    arguments += ["--engine", '{"num_gpu_blocks_override": 24, "max_num_seqs": 16}']
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    records = list(read_records([output]))
+    assert done.exit_code == 0, done.output
+    assert not [r for r in records if r.what == "decode.refused"], [r.settings for r in records]
+    steps = [r for r in records if r.what == "decode.step_ms"]
+    by_arm: dict[str, list[int]] = {}
+    for record in steps:
+        assert not RECORD_KINDS[record.what].missing(record) and record.value is not None and record.value > 0
+        assert record.settings["resident"] and record.settings["mean_context_tokens"] >= 400
+        by_arm.setdefault(record.settings["arm"], []).append(record.settings["batch"])
+        assert len(record.samples) == 6
+    assert set(by_arm) == {"bf16", "kivi4"}
+    for arm, batches in by_arm.items():
+        peak = next(r.settings["peak_batch"] for r in steps if r.settings["arm"] == arm)
+        assert batches[0] == peak and batches[-1] == 1 and batches == sorted(batches, reverse=True)
+    stock = next(r for r in steps if r.settings["arm"] == "bf16")
+    # 3 loops x 2 layers x 2 (K, V) x 2 heads x 32 channels x 2 B
+    assert stock.settings["stored_bytes"] == 1536
+    plan = next(r for r in steps if r.settings["arm"] == "kivi4")
+    assert plan.settings["stored_bytes"] == 480 and plan.plan_sha256 is not None
+
+    # Nothing is measured twice, and the page draws what was measured.
+    monkeypatch.setattr(decode.subprocess, "Popen", None)
+    again = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert again.exit_code == 0 and len(list(read_records([output]))) == len(records)
+    page = write_records_report([output], tmp_path / "page.html").read_text()
+    assert "Decode at 400 tokens" in page and "Step-time model" in page

@@ -1,0 +1,176 @@
+"""The decode benchmark without an engine: rows, jobs, components; what is resumed and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loopkv.artifacts import Fingerprint
+from loopkv.bench import decode
+from loopkv.bench.arms import parse_arm, parse_arms
+from loopkv.bench.components import component_of, component_times, launches_per_step
+from loopkv.bench.decode import DecodeSettings, Job, batch_of, engine_text, missing_rows, run_decode
+from loopkv.bench.dummy_model import SHAPES, dummy_shape, shape_size, write_dummy_model
+from loopkv.capacity import KNOWN_MODELS
+from loopkv.errors import LoopKVError
+from loopkv.models.config import parse_ouro_config, read_config
+from loopkv.records import Record, append_records, make_record
+
+TINY = shape_size(SHAPES["tiny"])
+
+
+def settings(tmp_path: Path, **changes: Any) -> DecodeSettings:
+    fields: dict[str, Any] = {
+        "model": tmp_path / "model",
+        "dummy": True,
+        "identity": Fingerprint(name="tiny", geometry=TINY.geometry),
+        "step_parameters": TINY.step_parameters,
+        "arms": parse_arms(["stock", "kivi4"]),
+        "contexts": (400, 800),
+        "batches": ("1", "peak"),
+        "output": tmp_path / "d.jsonl",
+        "work": tmp_path / "work",
+        **changes,
+    }
+    return DecodeSettings(**fields)
+
+
+@pytest.mark.parametrize(
+    ("slot", "batch"),
+    [("1", 1), ("7", 7), ("99", 24), ("peak", 24), ("peak/2", 12), ("3peak/4", 18), ("peak/5", 4), ("peak/100", 1)],
+)
+def test_batches_of_a_peak_of_24(slot: str, batch: int) -> None:
+    assert batch_of(slot, 24) == batch
+
+
+@pytest.mark.parametrize("slot", ["", "0", "-1", "half", "peak/", "2.5", "peak*2"])
+def test_bad_batches_are_refused(slot: str, tmp_path: Path) -> None:
+    with pytest.raises(LoopKVError):
+        batch_of(slot, 8)
+    with pytest.raises(LoopKVError):
+        settings(tmp_path, batches=(slot,))
+
+
+def kept(one: DecodeSettings, arm: str, context: int, slot: str, what: str = "decode.step_ms") -> Record:
+    place = {
+        "arm": arm,
+        "spec": parse_arm(arm).spec,
+        "engine": engine_text(one),
+        "context_tokens": context,
+        "slot": slot,
+    }
+    place["arm"] = parse_arm(arm).label
+    return make_record(what, 1.0, "ms", settings={**place, "batch": 1}, model=one.identity.name)
+
+
+def test_only_missing_rows_are_run(tmp_path: Path) -> None:
+    one = settings(tmp_path)
+    stock, kivi4 = one.arms
+    every = ((400, "1"), (400, "peak"), (800, "1"), (800, "peak"))
+    assert missing_rows(one, stock, []) == every
+    records = [kept(one, "stock", 400, "1"), kept(one, "kivi4", 800, "all", "decode.refused")]
+    assert missing_rows(one, stock, records) == every[1:]
+    assert missing_rows(one, kivi4, records) == every[:2]
+    other = settings(tmp_path, engine={"gpu_memory_utilization": 0.9})
+    assert missing_rows(other, stock, records) == every  # another engine, another measurement
+
+
+def test_a_finished_file_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = settings(tmp_path, arms=parse_arms(["stock"]), contexts=(400,))
+    append_records(one.output, [kept(one, "stock", 400, "1"), kept(one, "stock", 400, "peak")])
+    with one.output.open("a") as file:
+        file.write('{"what": "decode.st')
+    monkeypatch.setattr(decode.subprocess, "Popen", None)
+    said: list[str] = []
+    records = run_decode(one, said.append)
+    assert len(records) == 2 and said == ["bf16-stock: nothing missing"]
+
+
+def test_an_arm_that_dies_leaves_a_record_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "WORKER", "loopkv.no_such_module")
+    said: list[str] = []
+    records = run_decode(settings(tmp_path), said.append)
+    assert [r.settings["arm"] for r in records] == ["bf16-stock", "kivi4"]
+    assert all(r.what == "decode.refused" and r.value is None for r in records)
+    assert all("no_such_module" in r.settings["reason"] for r in records)
+
+
+def test_an_arm_out_of_time_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sleeper.py").write_text("import time\n\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(decode, "WORKER", "sleeper")
+    said: list[str] = []
+    run_decode(settings(tmp_path, arms=parse_arms(["stock"]), arm_seconds=0.5), said.append)
+    assert "out of time" in said[-1]
+
+
+def test_bad_plans_are_refused_before_a_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.subprocess, "Popen", None)
+    with pytest.raises(LoopKVError):
+        run_decode(settings(tmp_path, arms=parse_arms(["stock", "kivi5"])), lambda line: None)
+    for changes in ({"contexts": ()}, {"contexts": (0,)}, {"decode_steps": 0}, {"arm_seconds": 0}):
+        with pytest.raises(LoopKVError):
+            settings(tmp_path, **changes)
+
+
+def test_jobs_survive_their_file(tmp_path: Path) -> None:
+    job = Job(
+        arm=parse_arm("tq=stock:turboquant_4bit_nc,skip_layers=2-4"),
+        model="m",
+        dummy=True,
+        identity=Fingerprint(name="tiny", geometry=TINY.geometry).model_dump(mode="json"),
+        step_parameters=5,
+        rows=((400, "1"), (400, "peak")),
+        output="o",
+        engine={"a": 1},
+        settings={"arm": "tq"},
+        decode_steps=8,
+        profile=False,
+        seed=0,
+        command="loopkv bench decode",
+    )
+    job.save(tmp_path / "job.json")
+    assert Job.load(tmp_path / "job.json") == job
+
+
+def test_dummy_models_have_the_known_sizes(tmp_path: Path) -> None:
+    for name, size in KNOWN_MODELS.items():
+        assert shape_size(SHAPES[name]) == size
+    folder = write_dummy_model(tmp_path / "m", dummy_shape("ouro-1.4b", 4))
+    config = parse_ouro_config(read_config(folder), "config.json")
+    assert (config.num_hidden_layers, config.total_ut_steps, config.attention_head_dim) == (4, 4, 128)
+    assert (folder / "tokenizer.json").exists()
+    with pytest.raises(LoopKVError, match="geometry"):
+        dummy_shape("ouro-9b")
+    with pytest.raises(LoopKVError, match="layers"):
+        dummy_shape("tiny", 0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "component"),
+    [
+        ("void attend_kernel<loopkv::Config<128, 1>>(AttendArgs)", "LoopKV attention"),
+        ("code_kernel(CodeArgs)", "LoopKV coding"),
+        ("append_kernel(AppendArgs)", "KV append"),
+        ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>", "KV append"),
+        ("void flash::flash_fwd_splitkv_kernel<...>", "attention"),
+        ("nvjet_tst_128x64_64x9_2x1_v_bz_TNT", "matrix products"),
+        ("void vllm::act_and_mul_kernel<...>", "norms and activations"),
+        ("void vllm::rotary_embedding_kernel<...>", "norms and activations"),
+        ("Memcpy DtoD (Device -> Device)", "memory"),
+        ("mystery", "other"),
+    ],
+)
+def test_kernels_by_component(kernel: str, component: str) -> None:
+    assert component_of(kernel) == component
+
+
+def test_component_times_and_launches_are_per_step() -> None:
+    times = component_times([("attend_kernel", 800.0), ("nvjet_a", 100.0), ("nvjet_b", 60.0)], steps=8)
+    assert times == {"LoopKV attention": 100.0, "matrix products": 20.0}
+    calls = {"cudaLaunchKernel": 80, "cudaGraphLaunch": 8, "cudaMemcpyAsync": 99, "aten::mm": 5, "cuLaunchKernelEx": 48}
+    assert launches_per_step(calls, steps=8) == 17.0
