@@ -18,11 +18,12 @@ pytestmark = pytest.mark.engine
 
 def test_stock_and_a_plan_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles its sampler even when eager
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # it would overrule the pool of 6 MiB
     output = tmp_path / "d.jsonl"
     arguments = ["bench", "decode", "--geometry", "tiny", "--arm", "bf16=stock", "--arm", "kivi4"]
     arguments += ["--contexts", "400", "--batches", "1,peak/2,peak", "--steps", "6", "--arm-seconds", "280"]
     arguments += ["-o", str(output), "--work", str(tmp_path / "work")]
-    arguments += ["--engine", '{"num_gpu_blocks_override": 24, "max_num_seqs": 16}']
+    arguments += ["--engine", '{"kv_cache_memory_bytes": 6291456, "max_num_seqs": 32}']
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     records = list(read_records([output]))
     assert done.exit_code == 0, done.output
@@ -35,6 +36,7 @@ def test_stock_and_a_plan_side_by_side(tmp_path: Path, monkeypatch: pytest.Monke
         by_arm.setdefault(record.settings["arm"], []).append(record.settings["batch"])
         assert len(record.samples) == 6
     assert set(by_arm) == {"bf16", "kivi4"}
+    assert max(by_arm["kivi4"]) > max(by_arm["bf16"])  # one pool of 6 MiB holds more requests under the plan
     for arm, batches in by_arm.items():
         peak = next(r.settings["peak_batch"] for r in steps if r.settings["arm"] == arm)
         assert batches[0] == peak and batches[-1] == 1 and batches == sorted(batches, reverse=True)
