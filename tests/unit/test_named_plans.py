@@ -144,7 +144,7 @@ def test_assigned_options_are_checked() -> None:
         assigned_plan("x", TINY, ["in4"] * 16)
 
 
-# -- with a profile -----------------------------------------------------------------------------------------------------
+# -- with a profile ----------------------------------------------------------------------------------------------------
 
 
 def test_prediction_sums_the_cells() -> None:

@@ -28,10 +28,8 @@ def _segments(case: Case, cell: int, row: int) -> tuple[KV, KV, KV]:
     end = policy.history_end(tokens)
     sink = case.exact_kv(cell, row, range(min(policy.sink_tokens, tokens)))
     recent = case.exact_kv(cell, row, range(min(end, tokens), tokens))
-    if end > policy.sink_tokens:
-        history = case.history_kv(cell, row)
-    else:
-        history = (sink[0][:0].float(), sink[1][:0].float())
+    empty = (sink[0][:0].float(), sink[1][:0].float())
+    history = case.history_kv(cell, row) if end > policy.sink_tokens else empty
     return tuple(KV(k.float()[None], v.float()[None]) for k, v in (sink, history, recent))  # type: ignore[return-value]
 
 
