@@ -33,6 +33,7 @@ PREBUILT = _HERE / "prebuilt"
 _UNITS = ("attend.cu",)
 _KIB = 1024
 _TABLE_BYTES = 14 * _KIB  # row tables and barriers beside the page buffers
+_NOTES_BYTES = 512  # of a warp (csrc/attend.cuh)
 _MAX_WARPS = 12  # 168 registers a thread
 
 
@@ -85,8 +86,8 @@ class Build:
 
     @property
     def precision_ring_bytes(self) -> int:
-        """The same for V precision, whose low plane has one buffer of its own."""
-        return (3 * 32 + 8) * self.head_dim
+        """The same for V precision, whose low plane has two buffers of its own."""
+        return (3 * 32 + 2 * 8) * self.head_dim
 
     @property
     def warps(self) -> int:
@@ -105,7 +106,7 @@ class Build:
 
     def _warps(self, ring_bytes: int) -> int:
         most = _MAX_WARPS if self.head_dim <= 128 and self.queries <= 8 else 8
-        return max(1, min(most, (self.arch.shared_bytes - _TABLE_BYTES) // ring_bytes))
+        return max(1, min(most, (self.arch.shared_bytes - _TABLE_BYTES) // (ring_bytes + _NOTES_BYTES)))
 
     def flags(self) -> tuple[str, ...]:
         """Everything on the compiler's command line but the files."""

@@ -17,6 +17,7 @@ from loopkv.policy import MAX_SPLITS, MIN_SPLIT_PAGES, Policy
 
 CHUNK_TOKENS = 64  # exact tokens of one task of the decode kernel
 MIXED_COLUMNS = 16  # queries of a tile of a mixed step, times query heads per kv head
+MAX_PARTS = 128  # partial results that one merge takes
 MIXED_SPLITS = 8  # of a tile of a mixed step: its many tiles fill a GPU
 EXACT_BITS = 16  # `bits` of a history kept in the engine's dtype
 _PAGE_TOKENS = 32
@@ -188,6 +189,8 @@ def check_served(layout: Layout, dtype: torch.dtype) -> None:
         )
     if policy.sink_tokens > CHUNK_TOKENS:
         raise UnsupportedError("CUDA kernels: sink", got=f"{policy.sink_tokens} tokens", wanted=f"<= {CHUNK_TOKENS}")
+    if max_parts(policy) > MAX_PARTS:
+        raise UnsupportedError("CUDA kernels: window", got=f"{policy.window_tokens} tokens", wanted="<= 6000")
     if geometry.head_dim not in (64, 96, 128, 256):
         raise UnsupportedError("CUDA kernels: head size", got=geometry.head_dim, wanted="64, 96, 128 or 256")
     if geometry.group_queries > 16:

@@ -29,25 +29,35 @@ struct AttendConfig {
   static constexpr int D = D_, BITS = BITS_, NT = NT_, WARPS = WARPS_;
   static constexpr bool PRECISION = PRECISION_, MIXED = MIXED_, CODED = BITS != 16;
   static_assert(!(PRECISION && MIXED), "prefill reads both planes");
-  static constexpr int COLUMNS = SINGLE_ ? 1 : 2;
+  static constexpr bool SINGLE = SINGLE_;
+  static constexpr int COLUMNS = SINGLE ? 1 : 2;
   using Page = HeadPage<D, CODED ? BITS : 4>;
-  // With V precision the low plane has a place of its own, one page's: it comes in token by token.
+  // With V precision the low plane, which comes in token by token, has two places of its own.
   static constexpr int kStageBytes = PRECISION ? Page::kMainBytes : Page::kBytes;
-  static constexpr int kLowBytes = PRECISION ? Page::kLowBytes : 0;
+  static constexpr int kLowBytes = PRECISION ? 2 * Page::kLowBytes : 0;
   static constexpr int kFit = CODED ? (RING_BYTES_ - kLowBytes) / kStageBytes : 1;
   static constexpr int STAGES = kFit < 8 ? kFit : 8;
   static_assert(!CODED || STAGES >= 3, "one page in use, one waiting for its values, one on its way");
-  static constexpr int kWarpBytes = RING_BYTES_ / 128 * 128;
-  using Slots = TileSlots<D, kWarpBytes>;
+  static constexpr int kRingBytes = RING_BYTES_ / 128 * 128;
+  static constexpr int kWarpBytes = kRingBytes + 512;  // and the warp's notes
+  using Slots = TileSlots<D, kRingBytes>;
   // Queries of a tile of a mixed step.
   static constexpr int tile_queries(int group_queries) { return MIXED ? 8 * NT / group_queries : 1; }
-  static constexpr int kBarriers = (CODED ? STAGES : 0) + Slots::kSlots;
-  static constexpr int kBarrierOffset = WARPS * kWarpBytes;
-  static constexpr int kAddressOffset = kBarrierOffset + WARPS * kBarriers * 8;
-  static constexpr int kTableOffset = kAddressOffset + WARPS * STAGES * 8;
-  // [rings][barriers][page addresses of the stages][row table: 3 integers a tile, two more in a mixed step]
+  static constexpr int kTableOffset = WARPS * kWarpBytes;
+  // [memory of the warps][tile table: 3 integers a tile, two more in a mixed step]
   static constexpr int shared_bytes(int tiles) { return kTableOffset + ((MIXED ? 5 : 3) * tiles + 4) * 4; }
 };
+
+// What a warp writes down in shared memory instead of keeping it in registers: it is needed once a task.
+struct WarpNotes {
+  uint64_t barriers[8];  // of the stages
+  int64_t addresses[8];  // of the page in each stage: where its low plane lies
+  int64_t known[32];     // pages of the split being copied in: number i, i + 32, .. of them
+  int32_t tile, head, part;        // of the task in hand
+  int32_t next;                    // task after it, or -1: not known yet
+  int32_t written_tile, written_head;  // of a part that was written but not yet reported; tile -1: none
+};
+static_assert(sizeof(WarpNotes) <= 512);
 
 // Per block: the tiles of the step and running totals of their tasks.
 struct TileTable {
@@ -241,8 +251,8 @@ constexpr float kHidden = -1e30f;
 
 // Sink and window: one chunk of a tile's exact tokens. `between` runs while the first rows come in.
 template <typename Config, typename Between>
-LKV_DEVICE void exact_chunk(const AttendArgs& a, typename Config::Slots& slots, const QueryTile& queries,
-                            const Span& span, int head, int chunk, uint32_t epoch, float* o, float* ml,
+LKV_DEVICE void exact_chunk(const AttendArgs& a, typename Config::Slots& slots, const WarpNotes& notes,
+                            const QueryTile& queries, const Span& span, int head, int chunk, uint32_t epoch,
                             Between between) {
   constexpr int D = Config::D, NT = Config::NT, COLUMNS = Config::COLUMNS;
   using Slots = typename Config::Slots;
@@ -315,13 +325,15 @@ LKV_DEVICE void exact_chunk(const AttendArgs& a, typename Config::Slots& slots, 
     }
   };
   exact_tiles<D, NT, COLUMNS>(state, slots, q, count, a.scale_log2, rows, hide, arrived, after, between);
-  write_exact<D, NT, COLUMNS>(state, o, ml, columns.count);
+  const int64_t part = part_index(a, notes.tile, notes.head, notes.part) * (Config::MIXED ? 8 * NT : columns.count);
+  write_exact<D, NT, COLUMNS>(state, a.workspace.partial_o + part * D, a.workspace.partial_ml + part * 2,
+                              columns.count);
 }
 
 // History kept exact: one split, page = [keys, values][token][head][channel].
 template <typename Config, typename Between>
-LKV_DEVICE void exact_split(const AttendArgs& a, typename Config::Slots& slots, const QueryTile& queries,
-                            const Span& span, int head, int split, float* o, float* ml, Between between) {
+LKV_DEVICE void exact_split(const AttendArgs& a, typename Config::Slots& slots, const WarpNotes& notes,
+                            const QueryTile& queries, const Span& span, int head, int split, Between between) {
   constexpr int D = Config::D, NT = Config::NT, COLUMNS = Config::COLUMNS;
   const Columns<Config> columns(a, queries, head);
   const int lane = lane_id(), t = lane & 3;
@@ -365,69 +377,111 @@ LKV_DEVICE void exact_split(const AttendArgs& a, typename Config::Slots& slots, 
   exact_tiles<D, NT, COLUMNS>(
       state, slots, q, count * kPageTokens, a.scale_log2, rows, hide, [](int, int, const uint8_t*) {}, [](int) {},
       between);
-  write_exact<D, NT, COLUMNS>(state, o, ml, columns.count);
+  const int64_t part = part_index(a, notes.tile, notes.head, notes.part) * (Config::MIXED ? 8 * NT : columns.count);
+  write_exact<D, NT, COLUMNS>(state, a.workspace.partial_o + part * D, a.workspace.partial_ml + part * 2,
+                              columns.count);
 }
 
-// This warp's ring of page buffers in shared memory.
+// Notes where a head's parts of pages first .. first + 31 of a row lie, as far as they are below `end`.
+template <typename Config>
+LKV_DEVICE void note_pages(const AttendArgs& a, WarpNotes& notes, int row, int head, int first, int end) {
+  const int place = first + lane_id();
+  if (place < end) {
+    const int ppb = a.geometry.pages_per_block, block = place / ppb;
+    const int64_t id = a.cache.history_table[row * a.cache.history_table_stride + block];
+    notes.known[lane_id()] = reinterpret_cast<int64_t>(a.cache.pool) + id * a.geometry.block_bytes +
+                             (place - block * ppb) * a.geometry.page_bytes + a.cell.history_offset_bytes +
+                             static_cast<int64_t>(head) * Config::Page::kBytes;
+  }
+}
+
+// Notes the pages of split number `number` and returns how many it has. Out of line: it is needed once a split, and its
+// registers would be missed in every turn.
+template <typename Config>
+LKV_NOINLINE int note_split(const AttendArgs& a, WarpNotes& notes, const TileTable& table, int number) {
+  const int H = a.geometry.kv_heads, cut = number / H;
+  const int index = find_tile(table.splits_before, table.count, cut);
+  const QueryTile tile = tile_of(a, table, index, Config::tile_queries(a.geometry.group_queries));
+  const Span span = span_of(a.geometry, tile.tokens, tile.queries);
+  const int first = (cut - table.splits_before[index]) * span.split_pages, sink = a.geometry.sink_tokens / kPageTokens;
+  const int count = span.pages - first < span.split_pages ? span.pages - first : span.split_pages;
+  note_pages<Config>(a, notes, tile.row, number % H, sink + first, sink + first + count);
+  sync_warp();
+  return count;
+}
+
+// This warp's ring of page buffers in shared memory, and the split whose pages are being copied in. Pages of the next
+// split follow those of the last, so that copies never pause between two tasks.
 template <typename Config>
 struct Ring {
-  uint8_t* stages;
-  uint64_t* barriers;
-  int64_t* addresses;  // of the page in each stage: where its low plane lies
-  uint64_t policy;
+  uint8_t* memory;
   int next_fill = 0, next_use = 0;
   uint32_t phase = 0;
+  int owner = -1;            // task whose pages are being copied
+  int index = 0, count = 0;  // of its next page, and of its pages
 
-  LKV_DEVICE uint8_t* stage(int index) const { return stages + index * Config::kStageBytes; }
-  LKV_DEVICE uint8_t* low() const { return stages + Config::STAGES * Config::kStageBytes; }
+  LKV_DEVICE WarpNotes& notes() const { return *reinterpret_cast<WarpNotes*>(memory + Config::kRingBytes); }
+  LKV_DEVICE uint8_t* stage(int at) const { return memory + at * Config::kStageBytes; }
+  LKV_DEVICE uint8_t* low(int turn) const {
+    return memory + Config::STAGES * Config::kStageBytes + (turn & 1) * Config::Page::kLowBytes;
+  }
 
-  // Starts the copy of a head's page, whose place one lane knows, into the next stage, which all lanes have left.
-  LKV_DEVICE void fill(const uint8_t* from, bool real, int lane_with_address) {
+  // Starts the copy of the next page, if there is one, into the next stage, which all lanes have left.
+  LKV_DEVICE void fill() {
+    const bool real = index < count;
 #if LOOPKV_BULK_COPY
-    if (real && lane_id() == lane_with_address) {
-      if (Config::PRECISION) addresses[next_fill] = reinterpret_cast<int64_t>(from);
-      barrier_expect(barriers + next_fill, Config::kStageBytes);
-      bulk_copy(stage(next_fill), from, Config::kStageBytes, barriers + next_fill, policy);
+    if (real && lane_id() == 0) {
+      const int64_t from = notes().known[index & 31];
+      if (Config::PRECISION) notes().addresses[next_fill] = from;
+      barrier_expect(notes().barriers + next_fill, Config::kStageBytes);
+      bulk_copy(stage(next_fill), reinterpret_cast<const void*>(from), Config::kStageBytes,
+                notes().barriers + next_fill, stream_policy());
     }
 #else
     if (real) {
-      from = reinterpret_cast<const uint8_t*>(shfl(reinterpret_cast<int64_t>(from), lane_with_address));
-      if (Config::PRECISION && lane_id() == 0) addresses[next_fill] = reinterpret_cast<int64_t>(from);
-      for (int i = 16 * lane_id(); i < Config::kStageBytes; i += 512) copy_async<16>(stage(next_fill) + i, from + i);
+      const int64_t from = notes().known[index & 31];
+      if (Config::PRECISION && lane_id() == 0) notes().addresses[next_fill] = from;
+      for (int i = 16 * lane_id(); i < Config::kStageBytes; i += 512) {
+        copy_async<16>(stage(next_fill) + i, reinterpret_cast<const uint8_t*>(from) + i);
+      }
     }
     copy_async_commit();
 #endif
-    if (real) next_fill = next_fill + 1 == Config::STAGES ? 0 : next_fill + 1;
+    if (real) {
+      ++index;
+      next_fill = next_fill + 1 == Config::STAGES ? 0 : next_fill + 1;
+    }
   }
 
   // Waits for the next page and returns its stage. Without bulk copies: PENDING groups may still be on their way.
   template <int PENDING>
   LKV_DEVICE int wait() {
-    const int index = next_use;
+    const int at = next_use;
 #if LOOPKV_BULK_COPY
-    barrier_wait(barriers + index, phase);
+    barrier_wait(notes().barriers + at, phase);
 #else
     copy_async_wait<PENDING>();
 #endif
     sync_warp();
-    next_use = index + 1 == Config::STAGES ? 0 : index + 1;
+    next_use = at + 1 == Config::STAGES ? 0 : at + 1;
     if (next_use == 0) phase ^= 1;
-    return index;
+    return at;
   }
 };
 
 // Queries as halves, scaled by a power of two into [-1, 1], so that products with any fp16 scale stay finite; `unscale`
 // is what a score of this lane's columns 2 t, 2 t + 1 is multiplied with.
 template <typename Config>
-LKV_DEVICE void load_coded_queries(uint32_t (&q)[Config::NT][Config::D / 8],
+LKV_DEVICE void load_coded_queries(CodedQueries<Config::D, Config::NT, Config::SINGLE>& queries,
                                    float (&unscale)[Config::NT][Config::COLUMNS], const Columns<Config>& columns,
                                    float scale_log2) {
   constexpr int D = Config::D, BITS = Config::BITS, NT = Config::NT, COLUMNS = Config::COLUMNS;
+  constexpr bool SINGLE = Config::SINGLE;
   const int r = lane_id() >> 2, t = lane_id() & 3;
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
-    const bool real = 8 * nt + r < columns.count;
-    const uint16_t* mine = columns.q(real ? 8 * nt + r : 0);
+    const bool real = SINGLE || 8 * nt + r < columns.count;
+    const uint16_t* mine = columns.q(SINGLE || !real ? 0 : 8 * nt + r);
     uint32_t raw[D / 8];
     int at = 0;
 #pragma unroll
@@ -457,8 +511,10 @@ LKV_DEVICE void load_coded_queries(uint32_t (&q)[Config::NT][Config::D / 8],
     const float up = usual ? bits_float((exponent + 1u) << 23) : 1.0f;
 #pragma unroll
     for (int i = 0; i < D / 8; ++i) {
-      const float factor = i & 1 ? down / kOddZeros<BITS> : down;
-      q[nt][query_place(i)] = pack_half2(bits_float(raw[i] << 16) * factor, bits_float(raw[i] & 0xffff0000u) * factor);
+      const float low = bits_float(raw[i] << 16) * down, high = bits_float(raw[i] & 0xffff0000u) * down;
+      const float factor = SINGLE ? 1.0f / pair_factor<BITS>(i & 3) : 1.0f / (i & 1 ? odd_division<BITS, SINGLE> : 1.0f);
+      queries.q[nt][query_place(i)] = pack_half2(low * factor, high * factor);
+      if (SINGLE && (i & 1) == (r & 1)) queries.z[i / 2] = pack_half2(low, high);
     }
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) unscale[nt][c] = shfl(up, 4 * (2 * t + c)) * scale_log2;
@@ -481,11 +537,8 @@ struct CodedSplit {
   const Columns<Config> columns;
   const int G, lane, r, t;  // G: columns with a query
   const int head;
-  int count = 0, place0 = 0;
-  const int32_t* table = nullptr;
-  const uint8_t* known = nullptr;  // lane i: the head's part of page i, i + 32, .. of the split
 
-  uint32_t q[NT][D / 8];
+  CodedQueries<D, NT, Config::SINGLE> q;
   float unscale[NT][COLUMNS];
   float out[NT][D / 16][4], extra[NT][4];  // extra: rows 0-7 sums of weight * zero by group, row 8 sums of weights
   float best[NT][COLUMNS];
@@ -501,20 +554,11 @@ struct CodedSplit {
   int due = 0;                 // stage
 
   // A page's scores.
-  float codes[NT][2][2][4], zeros[NT][2][4];
+  float codes[NT][2][kChains][4], zeros[NT][2][4];
 
   LKV_DEVICE CodedSplit(const AttendArgs& args, Ring<Config>& ring_, const QueryTile& tile, int head_)
       : a(args), ring(ring_), queries(tile), columns(args, tile, head_), G(columns.count), lane(lane_id()),
         r(lane >> 2), t(lane & 3), head(head_) {}
-
-  LKV_DEVICE void fill(int i) {  // i counts up from 0; beyond the split nothing is copied
-    if ((i & 31) == 0 && i + lane < count) {
-      const int place = place0 + i + lane, ppb = a.geometry.pages_per_block, block = place / ppb;
-      known = a.cache.pool + table[block] * a.geometry.block_bytes + (place - block * ppb) * a.geometry.page_bytes +
-              a.cell.history_offset_bytes + static_cast<int64_t>(head) * Page::kBytes;
-    }
-    ring.fill(known, i < count, i & 31);
-  }
 
   LKV_DEVICE int score(int stage) {
     const uint8_t* page = ring.stage(stage);
@@ -522,11 +566,12 @@ struct CodedSplit {
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        codes[nt][0][0][j] = codes[nt][0][1][j] = codes[nt][1][0][j] = codes[nt][1][1][j] = 0.0f;
+#pragma unroll
+        for (int chain = 0; chain < kChains; ++chain) codes[nt][0][chain][j] = codes[nt][1][chain][j] = 0.0f;
         zeros[nt][0][j] = zeros[nt][1][j] = 0.0f;
       }
     }
-    score_page<D, BITS, NT>(page, q, codes, zeros);
+    score_page<D, BITS, NT, Config::SINGLE>(page, q, codes, zeros);
     return stage;
   }
 
@@ -558,37 +603,38 @@ struct CodedSplit {
         extra[nt][2 + c] *= alpha[nt][c];
 #pragma unroll
         for (int tile = 0; tile < D / 16; ++tile) {
-          out[nt][tile][c] *= alpha[nt][c];
-          out[nt][tile][2 + c] *= alpha[nt][c];
+          const int column = Config::SINGLE ? tile / 2 & 1 : c;  // the one of a lane's two that means anything
+          out[nt][tile][column] *= alpha[nt][c];
+          out[nt][tile][2 + column] *= alpha[nt][c];
         }
       }
     }
   }
 
-  // The values of the page whose weights are held.
-  LKV_DEVICE void values() {
+  // Half of the values of the page whose weights are held.
+  template <int MT>
+  LKV_DEVICE void values(int turn) {
     const uint8_t* page = ring.stage(due);
-    const uint8_t* low = Config::PRECISION ? ring.low() : page + Page::kMainBytes;
-    const int group = r < D / 32 ? r : D / 32 - 1;
+    const uint8_t* low = Config::PRECISION ? ring.low(turn) : page + Page::kMainBytes;
+    const int group = r % (D / 32);
     const uint32_t ones = r == 0 ? 0x3c003c00u : 0u;
-    uint32_t zero[4];
-    load_words<16>(zero, page + Page::kValueZeros + group * 64 + t * 16);
+    uint32_t zero[2];
+    load_words<8>(zero, page + Page::kValueZeros + group * 64 + t * 16 + 8 * MT);
     if constexpr (Config::PRECISION) {  // a cold token decodes to the middle of its bucket: 1.5 steps more
-      uint32_t scale[4];
-      load_words<16>(scale, page + Page::kValueScales + group * 64 + t * 16);
+      uint32_t scale[2];
+      load_words<8>(scale, page + Page::kValueScales + group * 64 + t * 16 + 8 * MT);
       const uint32_t cold = ~hot >> (8 * t);
       const uint32_t halves = (cold & 0xfu) | (cold & 0xf0u) << 12;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) zero[k] = fma_half2(scale[k], (halves >> k & 0x00010001u) * 0x3e00u, zero[k]);
+      for (int kk = 0; kk < 2; ++kk) {
+        zero[kk] = fma_half2(scale[kk], (halves >> (2 * MT + kk) & 0x00010001u) * 0x3e00u, zero[kk]);
+      }
     }
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-#pragma unroll
-      for (int mt = 0; mt < 2; ++mt) {
-        mma_f16(extra[nt], zero[2 * mt], ones, zero[2 * mt + 1], ones, weight[nt][2 * mt], weight[nt][2 * mt + 1]);
-      }
+      mma_f16(extra[nt], zero[0], ones, zero[1], ones, weight[nt][2 * MT], weight[nt][2 * MT + 1]);
     }
-    value_page<D, BITS, NT>(page, low, weight, out);
+    value_tile<D, BITS, NT, Config::SINGLE, MT>(page, low, weight, out);
   }
 
   // Scores of the page in hand in log2 units, the new maxima, and alpha.
@@ -598,13 +644,18 @@ struct CodedSplit {
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
-        const float zero = fma_float(zeros[nt][1][2 + c], kOddZeros<BITS>, zeros[nt][0][c]) * unscale[nt][c];
+        const float odd = Config::SINGLE ? zeros[nt][0][3] : zeros[nt][1][2 + c] * odd_division<BITS, Config::SINGLE>;
+        const float zero = (zeros[nt][0][c] + odd) * unscale[nt][c];
         const float step = unscale[nt][c] * kSubnormal;
         float m = best[nt][c];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const int j = 2 * (k & 1) + c;
-          s[nt][k][c] = fma_float(codes[nt][k >> 1][0][j], step, fma_float(codes[nt][k >> 1][1][j], step, zero));
+          s[nt][k][c] = zero;
+#pragma unroll
+          for (int chain = 0; chain < kChains; ++chain) {
+            s[nt][k][c] = fma_float(codes[nt][k >> 1][chain][j], step, s[nt][k][c]);
+          }
         }
         if (Config::MIXED && hide && end > history_end(a.geometry, columns.tokens(8 * nt + 2 * t + c))) {
 #pragma unroll
@@ -622,7 +673,7 @@ struct CodedSplit {
     }
   }
 
-  LKV_DEVICE void find_hot(const float (&s)[NT][4][COLUMNS]) {
+  LKV_DEVICE uint32_t find_hot(const float (&s)[NT][4][COLUMNS]) {
     uint32_t found = 0;
 #pragma unroll
     for (int k = 3; k >= 0; --k) {
@@ -632,24 +683,24 @@ struct CodedSplit {
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) mine |= s[nt][k][c] >= max_float(bar[nt][c], best[nt][c]) - a.tau;
       }
-      uint32_t lanes = ballot(mine);  // four lanes a token, of which only the first votes where G <= 2
-      if (COLUMNS > 1 && G > 2) {
+      uint32_t lanes = ballot(mine);  // four lanes a token: they know different queries, or all the only one
+      if (COLUMNS > 1) {
         lanes |= lanes >> 1;
         lanes |= lanes >> 2;
-        lanes &= 0x11111111u;
       }
+      lanes &= 0x11111111u;
       found = found * 2 + lanes;
     }
-    hot = found;
     hot_total += popcount(found);
+    return found;
   }
 
-  LKV_DEVICE void fetch_low(int stage) {
-    const uint8_t* from = reinterpret_cast<const uint8_t*>(ring.addresses[stage]) + Page::kMainBytes;
+  LKV_DEVICE void fetch_low(int stage, int turn, uint32_t wanted) {
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(ring.notes().addresses[stage]) + Page::kMainBytes;
 #pragma unroll
     for (int copy = 0; copy < kCopies; ++copy) {
       const int place = (lane + 32 * copy) * kCopyBytes;
-      copy_async<kCopyBytes>(ring.low() + place, from + place, rotate_left(hot, hot_turn[copy]) & kCopyBytes);
+      copy_async<kCopyBytes>(ring.low(turn) + place, from + place, rotate_left(wanted, hot_turn[copy]) & kCopyBytes);
     }
     copy_async_commit();
   }
@@ -665,27 +716,42 @@ struct CodedSplit {
       }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        float w[2] = {0.0f, 0.0f};
+        float w[COLUMNS];
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) w[c] = exp2_fast(s[nt][k][c] - top[c]);
-        weight[nt][k] = transpose_8x8(pack_half2(w[0], w[1]));
+        weight[nt][k] = transpose_8x8(pack_half2(w[0], w[COLUMNS - 1]));
       }
     }
   }
 
-  template <typename Between>
-  LKV_DEVICE void run(const Span& span, int split, uint32_t epoch, float* o, float* ml, Between between) {
-    const int first = split * span.split_pages;
-    count = (first + span.split_pages < span.pages ? first + span.split_pages : span.pages) - first;
-    place0 = a.geometry.sink_tokens / kPageTokens + first;
-    table = a.cache.history_table + queries.row * a.cache.history_table_stride;
+  // `task` is this split's number; `cross` begins the next split's copies once all of this one's have begun.
+  template <typename Between, typename Cross>
+  LKV_DEVICE void run(const Span& span, int task, int split, uint32_t epoch, Between between, Cross cross) {
+    const int first = split * span.split_pages, place0 = a.geometry.sink_tokens / kPageTokens + first;
+    const int count = (first + span.split_pages < span.pages ? first + span.split_pages : span.pages) - first;
+    if (ring.owner != task) {
+      ring.owner = task;
+      ring.index = 0;
+      ring.count = count;
+      note_pages<Config>(a, ring.notes(), queries.row, head, place0, place0 + count);
+    }
+    auto advance = [&] {
+      const bool own = ring.owner == task, mine = own && ring.index < count;
+      if (own && (ring.index & 31) == 0 && ring.index > 0) {
+        note_pages<Config>(a, ring.notes(), queries.row, head, place0 + ring.index, place0 + count);
+        sync_warp();
+      }
+      ring.fill();
+      if (LOOPKV_BULK_COPY && mine && ring.index == count) cross();
+    };
     sync_warp();  // the stages were left by all lanes
-    for (int i = 0; i < STAGES; ++i) {
-      fill(i);
+    for (int i = ring.index; i < STAGES; ++i) {
+      ring.fill();
       if (Config::PRECISION && !LOOPKV_BULK_COPY) copy_async_commit();  // as many groups a page as in the loop
     }
     load_coded_queries<Config>(q, unscale, columns, a.scale_log2);
-    between();
+    between();  // the next task is known from here on
+    if (LOOPKV_BULK_COPY && ring.index == count) cross();
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
@@ -721,11 +787,11 @@ struct CodedSplit {
         for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
           for (int c = 0; c < COLUMNS; ++c) {
-            if (8 * nt + 2 * t + c >= G) bar[nt][c] = bits_float(0x7f800000u);
+            if (!Config::SINGLE && 8 * nt + 2 * t + c >= G) bar[nt][c] = bits_float(0x7f800000u);
           }
         }
-        find_hot(s);
-        fetch_low(due);
+        hot = find_hot(s);
+        fetch_low(due, 0, hot);
         if (!LOOPKV_BULK_COPY) copy_async_commit();  // where later turns fill a stage
       }
       weigh(s, fresh);
@@ -741,16 +807,17 @@ struct CodedSplit {
       const int end = (place0 + i + 1) * kPageTokens;
       maximum(s, fresh, lifted, end, end > span.recent);
       lift = lifted;
-      values();
+      values<0>(i - 1);
+      uint32_t wanted = 0xffffffffu;
       if constexpr (Config::PRECISION) {
-        find_hot(s);
-        sync_warp();  // the low plane before was read by all lanes
-        fetch_low(stage);
-      } else {
-        sync_warp();
+        wanted = find_hot(s);
+        fetch_low(stage, i, wanted);
       }
-      fill(i - 1 + STAGES);
+      values<1>(i - 1);
+      sync_warp();
+      advance();
       weigh(s, fresh);
+      hot = wanted;
       due = stage;
     }
     if constexpr (Config::PRECISION || !LOOPKV_BULK_COPY) {
@@ -758,30 +825,36 @@ struct CodedSplit {
       sync_warp();
     }
     rescale();
-    values();
+    values<0>(count - 1);
+    values<1>(count - 1);
     sync_warp();
 
+    const WarpNotes& notes = ring.notes();
+    const int64_t at = part_index(a, notes.tile, notes.head, notes.part) * (Config::MIXED ? 8 * NT : G);
+    float* o = a.workspace.partial_o + at * D;
+    float* ml = a.workspace.partial_ml + at * 2;
     const float drop = lift == 0.0f ? 1.0f : 6.103515625e-05f;  // 2^-14
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
-        const int column = 8 * nt + 2 * t + c;
+        const int column = Config::SINGLE ? 0 : 8 * nt + 2 * t + c;
         float* row_o = o + static_cast<int64_t>(column) * D + 4 * r;
 #pragma unroll
         for (int g = 0; g < D / 32; ++g) {
           const float zero = shfl(extra[nt][c], 4 * g + t) * drop;
+          const int j = Config::SINGLE ? g & 1 : c;  // SINGLE: group g is in column g
           float x[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            x[i] = fma_float(out[nt][2 * g + (i & 1)][2 * (i >> 1) + c], value_unscale<BITS>(i) * drop, zero);
+            x[i] = fma_float(out[nt][2 * g + (i & 1)][2 * (i >> 1) + j], value_unscale<BITS>(i) * drop, zero);
           }
-          if (column < G) {
+          if (Config::SINGLE ? t == g / 2 : column < G) {
             *reinterpret_cast<Vec4*>(row_o + 32 * g) = {float_bits(x[0]), float_bits(x[1]), float_bits(x[2]),
                                                         float_bits(x[3])};
           }
         }
-        if (r == 0 && column < G) {
+        if (r == 0 && (Config::SINGLE ? t == 0 : column < G)) {
           ml[2 * column] = best[nt][c];
           ml[2 * column + 1] = extra[nt][2 + c] * drop;
         }
@@ -793,6 +866,8 @@ struct CodedSplit {
   }
 };
 
+constexpr int kMergeRounds = 4;  // of 32 parts: the most a row may have (descriptor.py checks it)
+
 // Joins the partials of a (tile, head) in their order and writes the result.
 template <typename Config>
 LKV_DEVICE void merge_parts(const AttendArgs& a, const QueryTile& tile, int tile_index, int head, int parts) {
@@ -802,33 +877,56 @@ LKV_DEVICE void merge_parts(const AttendArgs& a, const QueryTile& tile, int tile
   const float* o = a.workspace.partial_o + part_index(a, tile_index, head, 0) * width * D;
   const float* ml = a.workspace.partial_ml + part_index(a, tile_index, head, 0) * width * 2;
   const int64_t stride = static_cast<int64_t>(width) * D;
+  constexpr int BATCH = 8;
   for (int g = 0; g < G; ++g) {
-    float best = bits_float(0xff800000u);
-    for (int part = lane; part < parts; part += 32) best = max_float(best, load_coherent(ml + (part * width + g) * 2));
+    const float* mine = o + static_cast<int64_t>(g) * D + lane * PER_LANE;
+    float y[BATCH][PER_LANE];
+    auto load = [&](int first) {
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        if (first + j < parts) load_floats<PER_LANE>(y[j], mine + (first + j) * stride);
+      }
+    };
+    load(0);  // on its way while the weights are made
+    float weight[kMergeRounds], part_sum[kMergeRounds], best = bits_float(0xff800000u);
+#pragma unroll
+    for (int round = 0; round < kMergeRounds; ++round) {
+      const int part = 32 * round + lane;
+      weight[round] = bits_float(0xff800000u);
+      part_sum[round] = 0.0f;
+      if (part < parts) {
+        float pair[2];
+        load_floats<2>(pair, ml + (part * width + g) * 2);
+        weight[round] = pair[0];
+        part_sum[round] = pair[1];
+      }
+      best = max_float(best, weight[round]);
+    }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) best = max_float(best, shfl_xor(best, step));
-    float x[PER_LANE], sum = 0.0f;
+    float sum = 0.0f;
+#pragma unroll
+    for (int round = 0; round < kMergeRounds; ++round) {
+      weight[round] = exp2_fast(weight[round] - best);
+      sum += part_sum[round] * weight[round];
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += shfl_xor(sum, step);
+    float x[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) x[i] = 0.0f;
-    const float* mine = o + static_cast<int64_t>(g) * D + lane * PER_LANE;
-    for (int base = 0; base < parts; base += 32) {
-      const int part = base + lane;
-      float weight = 0.0f, part_sum = 0.0f;
-      if (part < parts) {
-        weight = exp2_fast(load_coherent(ml + (part * width + g) * 2) - best);
-        part_sum = load_coherent(ml + (part * width + g) * 2 + 1) * weight;
-      }
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) part_sum += shfl_xor(part_sum, step);
-      sum += part_sum;
-      const int here = parts - base < 32 ? parts - base : 32;
-#pragma unroll 8
-      for (int j = 0; j < here; ++j) {
-        const float w = shfl(weight, j);
-        float y[PER_LANE];
-        load_floats<PER_LANE>(y, mine + (base + j) * stride);
+    for (int round = 0; round < kMergeRounds; ++round) {
+      for (int first = 32 * round; first < 32 * (round + 1) && first < parts; first += BATCH) {
+        if (first > 0) load(first);
 #pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) x[i] = fma_float(y[i], w, x[i]);
+        for (int j = 0; j < BATCH; ++j) {
+          const float w = shfl(weight[round], (first + j) & 31);
+          if (first + j < parts) {
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i) x[i] = fma_float(y[j][i], w, x[i]);
+          }
+        }
       }
     }
     const float scale = 1.0f / sum;
@@ -844,11 +942,6 @@ LKV_DEVICE void merge_parts(const AttendArgs& a, const QueryTile& tile, int tile
     }
   }
 }
-
-// A part that was written but not yet reported.
-struct Pending {
-  int tile = -1, head = 0;
-};
 
 // Reports a part; the warp that brings a (tile, head)'s last one merges them all.
 template <typename Config>
@@ -872,7 +965,6 @@ LKV_NOINLINE void report_part(const AttendArgs& a, const TileTable& table, int t
 
 template <typename Config>
 LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
-  constexpr int D = Config::D;
   using Slots = typename Config::Slots;
   const int warp = thread_id() >> 5, lane = lane_id(), H = a.geometry.kv_heads;
   const int tile_queries = Config::tile_queries(a.geometry.group_queries);
@@ -886,21 +978,17 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
                      Config::MIXED ? words + 4 * most + 2 : nullptr};
   const uint32_t epoch = load_coherent(a.workspace.control + kControlEpoch) + 1;
 
-  uint8_t* memory = shared + warp * Config::kWarpBytes;  // pages and half tiles take turns in it
-  uint64_t* barriers = reinterpret_cast<uint64_t*>(shared + Config::kBarrierOffset) + warp * Config::kBarriers;
   Ring<Config> ring;
   Slots slots;
-  slots.memory = ring.stages = memory;
-  slots.barriers = barriers;
-  ring.barriers = barriers + Slots::kSlots;
-  ring.addresses = reinterpret_cast<int64_t*>(shared + Config::kAddressOffset) + warp * Config::STAGES;
-#if LOOPKV_BULK_COPY
-  slots.policy = ring.policy = stream_policy();
+  slots.memory = ring.memory = shared + warp * Config::kWarpBytes;  // pages and half tiles take turns in it
+  WarpNotes& notes = ring.notes();
   if (lane == 0) {
-    for (int i = 0; i < Config::kBarriers; ++i) barrier_init(barriers + i);
+    notes.written_tile = -1;
+#if LOOPKV_BULK_COPY
+    for (int i = 0; i < Config::STAGES; ++i) barrier_init(notes.barriers + i);
     barrier_init_done();
-  }
 #endif
+  }
   if constexpr (Config::MIXED) {
     if (warp == 0) {
       build_tiles(a, table, tile_queries);
@@ -922,9 +1010,8 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
   const int tasks = chunk_tasks + table.splits_before[table.count] * H;
   const int fixed = block_count() * Config::WARPS;  // tasks given by place in the grid
   int task = warp * block_count() + block_id();
-  Pending pending;
   auto report = [&] {
-    if (pending.tile >= 0) report_part<Config>(a, table, pending.tile, pending.head);
+    if (notes.written_tile >= 0) report_part<Config>(a, table, notes.written_tile, notes.written_head);
   };
   while (task < tasks) {
     uint32_t ticket = 0;
@@ -937,28 +1024,44 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
     const int mine = cut - before[tile_index];
     const QueryTile tile = tile_of(a, table, tile_index, tile_queries);
     const Span span = span_of(a.geometry, tile.tokens, tile.queries);
-    const int part = exact ? mine : span.chunks + mine;
-    const int width = Config::MIXED ? 8 * Config::NT : a.geometry.group_queries;
-    const int64_t at = part_index(a, tile_index, head, part) * width;
-    float* o = a.workspace.partial_o + at * D;
-    float* ml = a.workspace.partial_ml + at * 2;
-    if (exact) {
-      exact_chunk<Config>(a, slots, tile, span, head, mine, epoch, o, ml, report);
-    } else if constexpr (Config::CODED) {
-      CodedSplit<Config> reader(a, ring, tile, head);
-      reader.run(span, mine, epoch, o, ml, report);
-    } else {
-      exact_split<Config>(a, slots, tile, span, head, mine, o, ml, report);
+    if (lane == 0) {
+      notes.tile = tile_index;
+      notes.head = head;
+      notes.part = exact ? mine : span.chunks + mine;
     }
-    pending.tile = tile_index;
-    pending.head = head;
-    task = fixed + static_cast<int>(shfl(ticket, 0));
+    auto between = [&] {  // while the first data of the task is on its way
+      report();
+      if (lane == 0) notes.next = fixed + static_cast<int>(ticket);
+      sync_warp();
+    };
+    if (exact) {
+      exact_chunk<Config>(a, slots, notes, tile, span, head, mine, epoch, between);
+    } else if constexpr (Config::CODED) {
+      auto cross = [&] {  // the pages of the next split, so that the ring stays full
+        const int next = notes.next;
+        if (next >= tasks) return;
+        ring.count = note_split<Config>(a, notes, table, next - chunk_tasks);
+        ring.owner = next;
+        ring.index = 0;
+      };
+      CodedSplit<Config> reader(a, ring, tile, head);
+      reader.run(span, task, mine, epoch, between, cross);
+    } else {
+      exact_split<Config>(a, slots, notes, tile, span, head, mine, between);
+    }
+    sync_warp();
+    if (lane == 0) {
+      notes.written_tile = notes.tile;
+      notes.written_head = notes.head;
+    }
+    task = notes.next;
+    sync_warp();
   }
   report();
-  if (lane == 0) {
-    fence_device();
+  sync_block();
+  if (thread_id() == 0) {
     const uint32_t left = atomic_add(a.workspace.control + kControlExits, 1) + 1;
-    if (left == static_cast<uint32_t>(fixed)) {  // the last warp of the grid sets the stage for the next launch
+    if (left == static_cast<uint32_t>(block_count())) {  // the last block sets the stage for the next launch
       a.workspace.control[kControlTicket] = 0;
       a.workspace.control[kControlExits] = 0;
       a.workspace.control[kControlEpoch] = epoch;

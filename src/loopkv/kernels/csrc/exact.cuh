@@ -1,6 +1,6 @@
 // Exact attention over tiles of 16 tokens in the engine's dtype (bf16), one warp a head: sink and window, and the
 // history of cells that keep it exact. Tokens are the rows of the tensor-core tile, queries its columns. The keys and
-// values of a tile come row by row into slots of shared memory (bulk copies), several tiles ahead.
+// values of a tile come into slots of shared memory, several half tiles ahead.
 #pragma once
 
 #include "simt.cuh"
@@ -91,49 +91,32 @@ struct TileSlots {
   static constexpr int kSlots = BYTES / kSlotBytes < 8 ? BYTES / kSlotBytes : 8;
   static_assert(kSlots >= 2, "keys and values of a tile need a slot each");
   uint8_t* memory;
-  uint64_t* barriers;
-  uint64_t policy;
   int next_fill = 0, next_use = 0;
-  uint32_t phases = 0;  // bit i: parity of slot i's next completion
 
   LKV_DEVICE uint8_t* slot(int index) const { return memory + index * kSlotBytes; }
 
-  // Starts to copy one row per lane of the chosen half warp: lane 16 * half + i brings row i from `from`. Rows beyond
-  // `rows` become zeros. All lanes have left the slot.
+  // Starts to copy 16 rows, of which lane 16 * half + i knows where the i-th lies; rows beyond `rows` become zeros. All
+  // lanes have left the slot. (Bulk copies of single rows were tried: the copy engine takes too long over each.)
   LKV_DEVICE void fill(int half, int rows, const uint8_t* from) {
-    const int row = lane_id() & 15;
-    uint8_t* to = slot(next_fill) + row * kRowBytes;
-    const bool mine = (lane_id() >> 4) == half;
-#if LOOPKV_BULK_COPY
-    if (lane_id() == 0) barrier_expect(barriers + next_fill, rows * (2 * D));
-    if (rows < kTileTokens && mine && row >= rows) {
-      for (int i = 0; i < 2 * D; i += 16) *reinterpret_cast<Vec4*>(to + i) = {0, 0, 0, 0};
-      fence_bulk_copy();
-    }
-    sync_warp();
-    if (mine && row < rows) bulk_copy(to, from, 2 * D, barriers + next_fill, policy);
-#else
-    if (mine) {
-      for (int i = 0; i < 2 * D; i += 16) copy_async<16>(to + i, row < rows ? from + i : from, row < rows ? 16 : 0);
+    constexpr int kPieces = 2 * D / 16;  // of 16 bytes a row
+    const int lane = lane_id();
+    uint8_t* to = slot(next_fill);
+    const int64_t mine = reinterpret_cast<int64_t>(from);
+#pragma unroll
+    for (int i = 0; i < kTileTokens * kPieces / 32; ++i) {
+      const int piece = 32 * i + lane, row = piece / kPieces;
+      const int64_t source = shfl(mine, 16 * half + row) + piece % kPieces * 16;
+      copy_async<16>(to + row * kRowBytes + piece % kPieces * 16, reinterpret_cast<const void*>(source),
+                     row < rows ? 16 : 0);
     }
     copy_async_commit();
-#endif
     next_fill = next_fill + 1 == kSlots ? 0 : next_fill + 1;
   }
   // Keeps the count of copy groups where there is nothing to fill.
-  LKV_DEVICE void skip() {
-#if !LOOPKV_BULK_COPY
-    copy_async_commit();
-#endif
-  }
+  LKV_DEVICE void skip() { copy_async_commit(); }
   LKV_DEVICE const uint8_t* wait() {
     const int index = next_use;
-#if LOOPKV_BULK_COPY
-    barrier_wait(barriers + index, phases >> index & 1);
-    phases ^= 1u << index;
-#else
     copy_async_wait<kSlots - 1>();
-#endif
     sync_warp();
     next_use = index + 1 == kSlots ? 0 : index + 1;
     return slot(index);
@@ -219,6 +202,7 @@ LKV_DEVICE void exact_tiles(ExactState<D, NT, COLUMNS>& state, Slots& slots, con
     fill(2 * tile + 1 + Slots::kSlots);
     after(tile);
   }
+  copy_async_wait<0>();
 }
 
 // Writes the partial: o [G, D] relative to the best score, and (best, sum) [G, 2].

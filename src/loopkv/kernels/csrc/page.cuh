@@ -15,9 +15,14 @@
 
 #include "simt.cuh"
 
+#ifndef LOOPKV_CHAINS
+#define LOOPKV_CHAINS 1
+#endif
+
 namespace loopkv {
 
 constexpr int kPageTokens = 32;
+constexpr int kChains = LOOPKV_CHAINS;  // sums of scores that run beside each other
 constexpr float kSubnormal = 16777216.0f;  // 2^24: value of a code over the value of its bits read as a half
 
 constexpr int largest_block(int channels) { return channels >= 128 ? 128 : channels >= 64 ? 64 : 32; }
@@ -69,14 +74,7 @@ constexpr uint32_t pair_unscale(int i) {
                    : (i == 0 ? 0x3c003c00u : i == 1 ? 0x34003400u : i == 2 ? 0x2c002c00u : 0x24002400u);
 }
 
-// What odd query pairs were divided by.
-template <int BITS>
-constexpr float kOddZeros = BITS == 4 ? 16.0f : 1.0f;
-
-// Where a lane keeps its query pair number i.
-constexpr int query_place(int i) { return (i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1); }
-
-// 4 * WORDS bytes of shared memory (2 bytes: spread over the two halves of a word).
+// BYTES bytes of shared memory as words (2 bytes: spread over the two halves of one).
 template <int BYTES>
 LKV_DEVICE void load_words(uint32_t* out, const uint8_t* p) {
   if constexpr (BYTES >= 16) {
@@ -101,17 +99,31 @@ LKV_DEVICE void load_words(uint32_t* out, const uint8_t* p) {
   }
 }
 
+// Where a lane keeps its query pair number i.
+constexpr int query_place(int i) { return (i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1); }
+
+// The queries of a warp as operand B. Columns are queries; where a kv head has one (SINGLE), every column is that query,
+// which other columns then serve: of the products with zeros one takes even and one odd pairs, of the products with
+// values each takes another group's scale.
+template <int D, int NT, bool SINGLE>
+struct CodedQueries {
+  uint32_t q[NT][D / 8];  // pairs of halves, this lane's channels; of every four pairs the order is 0 2 1 3
+                          // (query_place). SINGLE: divided by the factor of their codes; else odd pairs by
+                          // odd_division
+  uint32_t z[SINGLE ? D / 16 : 1];  // SINGLE: the undivided pairs 0 2 (even columns) or 1 3 (odd columns)
+};
+// What odd query pairs were divided by where they serve codes and zeros alike.
+template <int BITS, bool SINGLE>
+constexpr float odd_division = !SINGLE && BITS == 4 ? 16.0f : 1.0f;
+
 // Adds one channel block of a page to the scores.
-//   q      [NT][D / 8] pairs of halves: column lane / 4 of each query tile, this lane's channels; of every four pairs
-//          the order is 0 2 1 3 (query_place)
-//          and int4 keeps odd pairs divided by 16 (the factor of their codes)
-//   codes  [NT][2 token tiles][2 chains][4] sums of q * scale * code * 2^-24
+//   codes  [NT][2 token tiles][kChains][4] sums of q * scale * code * 2^-24
 //   zeros  [NT][2][4] sums of q * zero: over even pairs in rows 0-7 of the first, over odd ones in rows 8-15 of the
-//          second, alike in all those rows (as loaded, four pairs of zeros are operand A; the other halves mean nothing);
-//          kOddZeros times the second
-template <int D, int BITS, int NT, int BLOCK>
-LKV_DEVICE void score_block(const uint8_t* page, const uint32_t (&q)[NT][D / 8], float (&codes)[NT][2][2][4],
-                            float (&zeros)[NT][2][4]) {
+//          second (times odd_division), alike in all those rows: as loaded, four pairs of zeros are operand A. SINGLE:
+//          all in the first, even pairs in even columns and odd pairs in odd ones
+template <int D, int BITS, int NT, bool SINGLE, int BLOCK>
+LKV_DEVICE void score_block(const uint8_t* page, const CodedQueries<D, NT, SINGLE>& queries,
+                            float (&codes)[NT][2][kChains][4], float (&zeros)[NT][2][4]) {
   using Page = HeadPage<D, BITS>;
   constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK);
   constexpr int LANE_BYTES = C * BITS / 32, WORDS = LANE_BYTES >= 4 ? LANE_BYTES / 4 : 1;
@@ -124,6 +136,7 @@ LKV_DEVICE void score_block(const uint8_t* page, const uint32_t (&q)[NT][D / 8],
   const uint8_t* offsets = page + Page::kKeyZeros + 2 * START + t * (C / 2);
 #pragma unroll
   for (int unit = 0; unit < C / 32; ++unit) {  // eight channels of this lane: two steps of 16 channels
+    const int place = START / 8 + 4 * unit;
     uint32_t scale[4], zero[4];
     load_words<16>(scale, scales + 16 * unit);
     load_words<16>(zero, offsets + 16 * unit);
@@ -135,35 +148,41 @@ LKV_DEVICE void score_block(const uint8_t* page, const uint32_t (&q)[NT][D / 8],
       const int i0 = 2 * step, i1 = 2 * step + 1;
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        const uint32_t q0 = q[nt][START / 8 + 4 * unit + step], q1 = q[nt][START / 8 + 4 * unit + 2 + step];
-        uint32_t b0 = mul_half2(q0, scale[i0]), b1 = mul_half2(q1, scale[i1]);
-        if constexpr (BITS == 2) {
+        uint32_t b0 = mul_half2(queries.q[nt][place + step], scale[i0]);
+        uint32_t b1 = mul_half2(queries.q[nt][place + 2 + step], scale[i1]);
+        if constexpr (BITS == 2 && !SINGLE) {
           if (i0 > 0) b0 = mul_half2(b0, pair_unscale<BITS>(i0));
           b1 = mul_half2(b1, pair_unscale<BITS>(i1));
         }
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt) {
-          mma_f16(codes[nt][mt][step], code_pair<BITS>(word[2 * mt], i0), code_pair<BITS>(word[2 * mt + 1], i0),
+          mma_f16(codes[nt][mt][step % kChains], code_pair<BITS>(word[2 * mt], i0), code_pair<BITS>(word[2 * mt + 1], i0),
                   code_pair<BITS>(word[2 * mt], i1), code_pair<BITS>(word[2 * mt + 1], i1), b0, b1);
         }
       }
     }
+    if constexpr (SINGLE) {
+      mma_f16(zeros[0][0], zero[0], zero[1], zero[2], zero[3], queries.z[place / 2], queries.z[place / 2 + 1]);
+    } else {
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
+      for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int place = START / 8 + 4 * unit + 2 * odd;
-        mma_f16(zeros[nt][odd], zero[0], zero[1], zero[2], zero[3], q[nt][place], q[nt][place + 1]);
+        for (int odd = 0; odd < 2; ++odd) {
+          mma_f16(zeros[nt][odd], zero[0], zero[1], zero[2], zero[3], queries.q[nt][place + 2 * odd],
+                  queries.q[nt][place + 2 * odd + 1]);
+        }
       }
     }
   }
 }
 
-template <int D, int BITS, int NT, int BLOCK = 0>
-LKV_DEVICE void score_page(const uint8_t* page, const uint32_t (&q)[NT][D / 8], float (&codes)[NT][2][2][4],
-                           float (&zeros)[NT][2][4]) {
-  score_block<D, BITS, NT, BLOCK>(page, q, codes, zeros);
-  if constexpr (BLOCK + 1 < block_number(D)) score_page<D, BITS, NT, BLOCK + 1>(page, q, codes, zeros);
+template <int D, int BITS, int NT, bool SINGLE, int BLOCK = 0>
+LKV_DEVICE void score_page(const uint8_t* page, const CodedQueries<D, NT, SINGLE>& queries,
+                           float (&codes)[NT][2][kChains][4], float (&zeros)[NT][2][4]) {
+  score_block<D, BITS, NT, SINGLE, BLOCK>(page, queries, codes, zeros);
+  if constexpr (BLOCK + 1 < block_number(D)) {
+    score_page<D, BITS, NT, SINGLE, BLOCK + 1>(page, queries, codes, zeros);
+  }
 }
 
 // The high plane: words[kk][h] holds groups 2 h and 2 h + 1 of token pair 2 mt + kk, a token in each half.
@@ -208,71 +227,70 @@ LKV_DEVICE void load_low(uint32_t (&words)[2][C == 128 ? 2 : 1], const uint8_t* 
   }
 }
 
-// Adds one channel block of a page's values to the output.
+// Adds one channel block of half a page's values to the output.
 //   low     the page's low plane (BITS 4)
 //   weights [NT][4] pairs of halves: column lane / 4, tokens 8 k + {2 t, 2 t + 1}
 //   out     [NT][D / 16][4] sums of weight * scale * code * factor * 2^-24; rows of tile 2 g + u: channel i = u (rows
-//           0-7) and u + 2 (rows 8-15) of lane row r in group g
-template <int D, int BITS, int NT, int BLOCK>
+//           0-7) and u + 2 (rows 8-15) of lane row r in group g. SINGLE: column c carries the scale of group c modulo
+//           D / 32, so of tile 2 g + u only column g means anything
+template <int D, int BITS, int NT, bool SINGLE, int MT, int BLOCK>
 LKV_DEVICE void value_block(const uint8_t* page, const uint8_t* low_plane, const uint32_t (&weights)[NT][4],
                             float (&out)[NT][D / 16][4]) {
   using Page = HeadPage<D, BITS>;
   constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK), GROUPS = C / 32, HALVES = C == 128 ? 2 : 1;
+  constexpr int SCALED = SINGLE ? 1 : GROUPS;
   const int r = lane_id() >> 2, t = lane_id() & 3;
-  uint32_t w[NT][GROUPS][4];
+  uint32_t w[NT][SCALED][2];
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    uint32_t scale[4];
-    load_words<16>(scale, page + Page::kValueScales + (START / 32 + g) * 64 + t * 16);
+  for (int g = 0; g < SCALED; ++g) {
+    uint32_t scale[2];
+    load_words<8>(scale,
+                  page + Page::kValueScales + (SINGLE ? r % (D / 32) : START / 32 + g) * 64 + t * 16 + 8 * MT);
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) w[nt][g][k] = mul_half2(weights[nt][k], scale[k]);
+      for (int kk = 0; kk < 2; ++kk) w[nt][g][kk] = mul_half2(weights[nt][2 * MT + kk], scale[kk]);
     }
   }
-  const uint8_t* high_plane = page + Page::kValueCodes + kPageTokens * START / 4;
-  const uint8_t* low_words = low_plane + START / 4 + r * (C / 32) + t * (D / 4);
+  uint32_t high[2][HALVES], low[2][HALVES];
+  load_high<C>(high, page + Page::kValueCodes + kPageTokens * START / 4, MT);
+  if constexpr (BITS == 4) load_low<D, C>(low, low_plane + START / 4 + r * (C / 32) + t * (D / 4), MT);
 #pragma unroll
-  for (int mt = 0; mt < 2; ++mt) {
-    uint32_t high[2][HALVES], low[2][HALVES];
-    load_high<C>(high, high_plane, mt);
-    if constexpr (BITS == 4) load_low<D, C>(low, low_words, mt);
+  for (int g = 0; g < GROUPS; ++g) {
+    uint32_t pair[2][4];
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-      uint32_t pair[2][4];
+    for (int kk = 0; kk < 2; ++kk) {
+      const uint32_t h = high[kk][g / 2];
+      if constexpr (BITS == 4) {
+        const uint32_t l = low[kk][g / 2];
+        const uint32_t even = ((h << 2) & 0xccccccccu) | (l & 0x33333333u);
+        const uint32_t odd = (h & 0xccccccccu) | ((l >> 2) & 0x33333333u);
+        pair[kk][0] = code_pair<4>(even, 2 * (g & 1));
+        pair[kk][1] = code_pair<4>(odd, 2 * (g & 1));
+        pair[kk][2] = code_pair<4>(even, 2 * (g & 1) + 1);
+        pair[kk][3] = code_pair<4>(odd, 2 * (g & 1) + 1);
+      } else {
 #pragma unroll
-      for (int kk = 0; kk < 2; ++kk) {
-        const uint32_t h = high[kk][g / 2];
-        if constexpr (BITS == 4) {
-          const uint32_t l = low[kk][g / 2];
-          const uint32_t even = ((h << 2) & 0xccccccccu) | (l & 0x33333333u);
-          const uint32_t odd = (h & 0xccccccccu) | ((l >> 2) & 0x33333333u);
-          pair[kk][0] = code_pair<4>(even, 2 * (g & 1));
-          pair[kk][1] = code_pair<4>(odd, 2 * (g & 1));
-          pair[kk][2] = code_pair<4>(even, 2 * (g & 1) + 1);
-          pair[kk][3] = code_pair<4>(odd, 2 * (g & 1) + 1);
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) pair[kk][i] = code_pair<2>(g & 1 ? h >> 8 : h, i);
-        }
+        for (int i = 0; i < 4; ++i) pair[kk][i] = code_pair<2>(g & 1 ? h >> 8 : h, i);
       }
+    }
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
+    for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          mma_f16(out[nt][2 * (START / 32 + g) + u], pair[0][u], pair[0][u + 2], pair[1][u], pair[1][u + 2],
-                  w[nt][g][2 * mt], w[nt][g][2 * mt + 1]);
-        }
+      for (int u = 0; u < 2; ++u) {
+        mma_f16(out[nt][2 * (START / 32 + g) + u], pair[0][u], pair[0][u + 2], pair[1][u], pair[1][u + 2],
+                w[nt][SINGLE ? 0 : g][0], w[nt][SINGLE ? 0 : g][1]);
       }
     }
   }
 }
 
-template <int D, int BITS, int NT, int BLOCK = 0>
-LKV_DEVICE void value_page(const uint8_t* page, const uint8_t* low, const uint32_t (&weights)[NT][4],
+// The values of half a page: tokens 16 MT .. 16 MT + 15.
+template <int D, int BITS, int NT, bool SINGLE, int MT, int BLOCK = 0>
+LKV_DEVICE void value_tile(const uint8_t* page, const uint8_t* low, const uint32_t (&weights)[NT][4],
                            float (&out)[NT][D / 16][4]) {
-  value_block<D, BITS, NT, BLOCK>(page, low, weights, out);
-  if constexpr (BLOCK + 1 < block_number(D)) value_page<D, BITS, NT, BLOCK + 1>(page, low, weights, out);
+  value_block<D, BITS, NT, SINGLE, MT, BLOCK>(page, low, weights, out);
+  if constexpr (BLOCK + 1 < block_number(D)) value_tile<D, BITS, NT, SINGLE, MT, BLOCK + 1>(page, low, weights, out);
 }
 
 // 2^24 over the factor that the rows of channel i of a lane carry in `out`.
