@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml requirements/cpu-engine.txt requirements/cpu-engine-nod
 	@echo "== vLLM 0.26 for CPUs and LoopKV. To use an environment that has torch 2.11 already: make $(MAKECMDGOALS) VENV=DIR"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
-	$(UV) pip install --quiet --python $(PY) -r requirements/cpu-engine.txt -e '.[dev]'
+	$(UV) pip install --quiet --python $(PY) -r requirements/cpu-engine.txt -e '.[dev,bench]'
 	$(UV) pip install --quiet --python $(PY) --no-deps -r requirements/cpu-engine-nodeps.txt
 	@touch $(STAMP)
 
