@@ -35,7 +35,19 @@ class RecordKind:
 
 
 _DECODE = ("arm", "context_tokens", "batch")
-_DECODE_BYTES = ("stored_bytes", "read_bytes", "read_bytes_per_request", "weight_bytes", "resident", "session")
+_DECODE_BYTES = (
+    "mean_context_tokens",
+    "peak_batch",
+    "stored_bytes",
+    "read_bytes",
+    "read_bytes_per_request",
+    "weight_bytes",
+    "resident",
+    "spec",
+    "engine",
+    "slot",
+    "session",
+)
 _SLO = ("arm", "rate_per_s", "tau0_ms", "k", "ttft_s")
 _SLO_COUNTS = ("scored", "missed_ttft", "missed_tpot", "missed_both", "failed", "preemptions", "tau0_rule", "workload")
 _CAPACITY = ("lowest_rate", "highest_rate", "no_rung_failed", "tau0_rule", "workload")
@@ -46,7 +58,8 @@ _KINDS = (
         "ms",
         _DECODE,
         _DECODE_BYTES,
-        "median time of a decode step of `batch` requests at `context_tokens`; samples are the single steps",
+        "median time of a decode step of `batch` requests at `context_tokens` (grown to `mean_context_tokens` by the rows "
+        "timed before); samples are the single steps",
     ),
     RecordKind(
         "decode.tok_s",
@@ -108,7 +121,7 @@ _KINDS = (
         "slo.cell",
         "requests",
         ("arm", "rate_per_s", "requests"),
-        ("preemptions", "workload", "duration_s"),
+        ("spec", "preemptions", "workload", "server", "duration_s"),
         "one rung: `requests` holds arrival_s, ttft_s, tpot_ms, output_tokens and error of every request sent",
     ),
     RecordKind(
