@@ -19,10 +19,11 @@ from loopkv.layout import Layout
 from loopkv.vllm_plugin.backend import LoopKVBackend
 from loopkv.vllm_plugin.cache import history_spec, request_in_flight_tokens, window_spec
 from loopkv.vllm_plugin.compat import add_splitting_op
-from loopkv.vllm_plugin.metadata import GroupMetadata, Step, make_step
+from loopkv.vllm_plugin.metadata import GroupMetadata, make_step
 from loopkv.vllm_plugin.metrics import Counters, counters_path
 from loopkv.vllm_plugin.operators import Operators, make_operators
 from loopkv.vllm_plugin.served import ServedPlan, lay_out_for_worker
+from loopkv.vllm_plugin.step import Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

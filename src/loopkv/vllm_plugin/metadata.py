@@ -14,6 +14,8 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from loopkv.vllm_plugin.step import Step
+
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
@@ -34,27 +36,6 @@ class GroupMetadata(AttentionMetadata):
     """
 
     block_table: Tensor
-    seq_lens: Tensor
-    query_start: Tensor
-    query_start_cpu: Tensor
-    max_query_tokens: int
-    max_seq_tokens: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Everything an operator gets about a step: the pool and both groups' tables. Shapes as in ``GroupMetadata``.
-
-    Args:
-        pool: [blocks, block_bytes] uint8, history and window blocks alike.
-        history_table: entry i holds the pages of tokens ``[i * bh, (i + 1) * bh)``.
-        window_table: entry i holds the exact KV of tokens ``[i * bw, (i + 1) * bw)``.
-    """
-
-    pool: Tensor
-    history_table: Tensor
-    window_table: Tensor
     seq_lens: Tensor
     query_start: Tensor
     query_start_cpu: Tensor

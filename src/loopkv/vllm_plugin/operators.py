@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from loopkv.layout import Layout
-    from loopkv.vllm_plugin.metadata import Step
     from loopkv.vllm_plugin.metrics import Counters
     from loopkv.vllm_plugin.served import ServedPlan
+    from loopkv.vllm_plugin.step import Step
 
 
 class Operators(Protocol):

@@ -18,8 +18,8 @@ from loopkv.codec.pages import PageStruct, pack_page, page_struct, unpack_page
 from loopkv.engine.attention import KV, cold_attention, masked_attention
 from loopkv.layout import Layout
 from loopkv.options import INT4
-from loopkv.vllm_plugin.metadata import Step
 from loopkv.vllm_plugin.metrics import Counters
+from loopkv.vllm_plugin.step import Step
 
 DECODED_BYTES = 64 << 20
 """Rows are decoded together up to this many bytes of fp32 history per cell."""

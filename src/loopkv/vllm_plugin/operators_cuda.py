@@ -13,8 +13,8 @@ from torch import Tensor
 from loopkv.kernels.descriptor import SeedMode
 from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.layout import Layout
-from loopkv.vllm_plugin.metadata import Step
 from loopkv.vllm_plugin.metrics import Counters
+from loopkv.vllm_plugin.step import Step
 
 COPY_SECONDS = 1.0
 """Least time between two copies of the device counters."""

@@ -1,0 +1,35 @@
+"""One engine step as the operators see it. Imports no vLLM: operators are tested without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Everything an operator gets about a step: the pool and both groups' tables.
+
+    There are B rows; those beyond the scheduled ones are padding.
+
+    Args:
+        pool: [blocks, block_bytes] uint8, history and window blocks alike.
+        history_table: entry i holds the pages of tokens ``[i * bh, (i + 1) * bh)``.
+        window_table: entry i holds the exact KV of tokens ``[i * bw, (i + 1) * bw)``. Both [B, N] int32; 0 is no block.
+        seq_lens: [B] int32, tokens of each row after this step; 0 for padding.
+        query_start: [B + 1] int32, first new token of each row.
+        query_start_cpu: the same on the host.
+        max_query_tokens, max_seq_tokens: upper bounds over the rows.
+        tokens: new tokens of the step, padding included.
+    """
+
+    pool: Tensor
+    history_table: Tensor
+    window_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+    query_start_cpu: Tensor
+    max_query_tokens: int
+    max_seq_tokens: int
+    tokens: int
