@@ -58,7 +58,8 @@ _KINDS = (
         "ms",
         _DECODE,
         _DECODE_BYTES,
-        "median time of a decode step of `batch` requests at `context_tokens` (grown to `mean_context_tokens` by the rows "
+        "median time of a decode step of `batch` requests at `context_tokens` (grown to `mean_context_tokens` by the "
+        "rows "
         "timed before); samples are the single steps",
     ),
     RecordKind(
