@@ -41,7 +41,7 @@ lint: $(STAMP) ## style, types, import contracts
 
 test-unit: $(STAMP) ## laws, bounds and exact values of single modules
 	@echo "== unit tests"
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/unit -n 2 --durations=5
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/unit training/tests -n 2 --durations=5
 
 test-flow: $(STAMP) ## profile, plan, layout and engines together on small models
 	@echo "== flow tests"
