@@ -70,6 +70,17 @@ def test_capacity_says_when_the_lowest_rung_fails() -> None:
     assert bf16[-1] == "<0.04"
 
 
+def test_ladders_are_drawn_at_the_main_objective_and_tabled_at_all() -> None:
+    rows = [r for r in slo_records() if r.what == "slo.attainment"]
+    tight = [r.model_copy(update={"settings": {**r.settings, "k": 2.0}, "value": 0.5}) for r in rows]
+    page = records_page([*tight, *rows])
+    (ladder,) = (f for f in page.figures if f.key.startswith("slo"))
+    assert "3 x 18.6 ms" in ladder.title
+    table = next(t for title, t in tables(page).items() if title.startswith("Attainment under every bound"))
+    assert table.columns == ("arm", "seed", "req/s", "2 tau0\nTTFT 10 s", "3 tau0\nTTFT 10 s")
+    assert len(table.rows) == len(rows) and {row[3] for row in table.rows} == {"0.500"}
+
+
 def test_a_repeated_row_is_replaced_by_the_later_one() -> None:
     old = record("decode.step_ms", 20.0, "ms", {"arm": "bf16", "context_tokens": 8192, "batch": 1})
     new = old.model_copy(update={"value": 10.0, "date": "2026-05-01T00:00:00+00:00"})
