@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from loopkv.errors import LoopKVError
 
@@ -128,11 +128,14 @@ def _gpu_driver() -> str | None:
 def append_records(path: Path | str, records: Iterable[Record]) -> None:
     """Append records to a JSON-lines file (one write per record, so an interrupted run keeps the whole lines)."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for record in records:
-            file.write(record.model_dump_json() + "\n")
-            file.flush()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            for record in records:
+                file.write(record.model_dump_json() + "\n")
+                file.flush()
+    except OSError as error:
+        raise LoopKVError(f"cannot write {path}", got=error.strerror, hint="choose a writable file") from None
 
 
 def read_records(paths: Iterable[Path | str]) -> Iterator[Record]:
@@ -151,7 +154,7 @@ def read_records(paths: Iterable[Path | str]) -> Iterator[Record]:
                 continue
             try:
                 yield Record.model_validate(json.loads(line))
-            except (ValueError, ValidationError) as error:
+            except (ValueError, RecursionError) as error:
                 if number == len(lines) and not line.endswith("\n"):
                     continue
                 raise LoopKVError(f"records {path}, line {number}", got=str(error).split("\n")[0][:120]) from None

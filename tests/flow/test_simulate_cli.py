@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from loopkv.cli.app import app
+from loopkv.errors import LoopKVError
 from loopkv.records import append_records, read_records
 
 RUN = CliRunner()
@@ -62,3 +64,22 @@ def test_what_cannot_be_simulated_is_one_sentence(tmp_path: Path) -> None:
     ):
         done = RUN.invoke(app, ["simulate", str(work), "--geometry", "ouro-1.4b", *map(str, wrong)])
         assert done.exit_code != 0 and type(done.exception).__mro__[1].__name__ in ("LoopKVError", "Exception"), wrong
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--pool", value) for value in ("nan", "1e300", "-1")),
+        *(("--tau0", value) for value in ("nan", "0", "-1", "inf")),
+        *(("--hot-share", value) for value in ("5", "nan")),
+        *(("--seeds", value) for value in ("1.5", "1e11", "-1", "4294967296", "")),
+        ("--utilization", "0"),
+        ("--model", "folder"),
+    ],
+)
+def test_values_without_a_meaning_are_refused(tmp_path: Path, option: str, value: str) -> None:
+    work = tmp_path / "work.jsonl"
+    work.write_text('{"prompt_tokens": 1000, "output_tokens": 200}\n')
+    arguments = ["simulate", str(work), "--arm", "stock", "--geometry", "ouro-1.4b", option, value]
+    error = RUN.invoke(app, arguments).exception
+    assert isinstance(error, LoopKVError) and option.lstrip("-") in str(error)

@@ -80,3 +80,13 @@ def test_values_that_are_not_finite_never_enter(tmp_path):
 def test_a_folder_is_no_journal(tmp_path):
     with pytest.raises(LoopKVError, match="cannot write"):
         Journal(tmp_path, "key")
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("content", [b"precious", b"precious\nnotes", b"one line\n", b'{"options": []}'])
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path, content, restart):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(LoopKVError, match="no journal"):
+        Journal(path, "key", restart=restart)
+    assert path.read_bytes() == content

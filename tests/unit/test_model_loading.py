@@ -57,6 +57,7 @@ def test_the_fingerprint_follows_the_weights(folder):
         ({"num_hidden_layers": 5}, ModelFormatError, r"no tensor model\.layers\.4"),
         ({"num_key_value_heads": 4}, ModelFormatError, "multiple"),
         ({"hidden_act": "gelu"}, UnsupportedError, "gelu"),
+        ({"total_ut_steps": 1024, "num_hidden_layers": 4096}, ModelFormatError, "4194304 cells"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, UnsupportedError, "yarn"),
         ({"tie_word_embeddings": False}, ModelFormatError, r"no tensor lm_head\.weight"),
     ],
@@ -97,4 +98,11 @@ def test_missing_and_broken_files_are_named(folder, tmp_path):
 def test_an_index_cannot_reach_outside_the_folder(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
     with pytest.raises(LoopKVError, match="outside the model folder"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int32])
+def test_weights_of_other_kinds_are_refused(folder, dtype):
+    edit_weights(folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(dtype)}))
+    with pytest.raises(ModelFormatError, match=str(dtype).removeprefix("torch.")):
         load_model(folder)

@@ -318,3 +318,24 @@ def test_capacity_errors_are_one_sentence(cli: Cli, tmp_path: Path) -> None:
 def test_help_has_an_example(verb: str, cli: Cli) -> None:
     result = cli(verb, "--help")
     assert result.code == 0 and f"loopkv {verb} " in result.flat and "Example" in result.flat
+
+
+# -- names from outside ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["[/b]", "[bold]x", ":smile:", "[red]a[/red]"])
+def test_names_are_shown_as_they_are(name: str, cli: Cli, tmp_path: Path) -> None:
+    made, plan = save(tmp_path), tmp_path / "plan.json"
+    assert name in cli("plan", made, "--goal", "read", "--max-damage", "1", "--name", name, "-o", plan).out
+    assert name in cli("inspect", plan).out
+    assert name in cli("capacity", "--plan", plan).out
+
+
+def test_a_name_that_could_not_be_read_back_is_refused(cli: Cli, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    said = cli.fails("plan", save(tmp_path), "--named", "kivi4", "--name", "\udcff", "-o", plan)
+    assert "valid Unicode" in said and not plan.exists()
+
+
+def test_a_prompt_of_broken_bytes_is_one_sentence(cli: Cli) -> None:
+    assert "not UTF-8" in cli.fails("generate", reference.model_folder(), "--prompt", "\udcff")

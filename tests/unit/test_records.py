@@ -30,3 +30,17 @@ def test_a_torn_last_line_is_passed_over_but_a_broken_line_is_not(tmp_path):
 def test_a_missing_file_is_one_sentence(tmp_path):
     with pytest.raises(LoopKVError, match=r"nothing\.jsonl"):
         list(read_records([tmp_path / "nothing.jsonl"]))
+
+
+def test_deeply_nested_lines_are_one_sentence(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(LoopKVError, match="line 1"):
+        list(read_records([path]))
+
+
+def test_records_that_cannot_be_written_are_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    for target in (tmp_path, tmp_path / "file" / "r.jsonl"):
+        with pytest.raises(LoopKVError, match="cannot write"):
+            append_records(target, [make_record("x", 1.0, "s")])

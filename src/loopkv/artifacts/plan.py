@@ -133,6 +133,8 @@ class Plan(BaseModel):
         """The same plan under another name."""
         if not 1 <= len(name) <= MAX_NAME_LENGTH:
             raise PlanFormatError("plan name", got=f"{len(name)} characters", wanted=f"1 to {MAX_NAME_LENGTH}")
+        if not _is_unicode(name):  # it would be written, and never read again
+            raise PlanFormatError("plan name", got=ascii(name)[:80], wanted="valid Unicode")
         return self.model_copy(update={"name": name})
 
     def with_tau(self, tau: float | None) -> Plan:
@@ -155,3 +157,8 @@ class Plan(BaseModel):
     def save(self, path: Path | str) -> None:
         """Write the plan; a crash leaves the old file or the new one."""
         write_atomically(Path(path), to_json(self))
+
+
+def _is_unicode(text: str) -> bool:
+    """False for lone surrogates, which stand for bytes of an argument that are not UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -26,9 +25,14 @@ _HEAT = ("bold red", "bold red", "red", "yellow", "yellow", "green", "green", "c
 
 
 def console() -> Console:
-    """A console on stdout that neither wraps at a pipe's width nor colours one."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=max(found.width, WIDTH))
+    """A console on stdout that neither wraps at a pipe's width nor colours one.
+
+    Names come from files and arguments: no string is markup or an emoji code; what is styled is a ``Text``.
+    """
+    found = Console(highlight=False, markup=False, emoji=False)
+    if found.is_terminal:
+        return found
+    return Console(highlight=False, markup=False, emoji=False, width=max(found.width, WIDTH))
 
 
 def kib(count: float) -> str:
@@ -119,7 +123,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, escape(value))
+        table.add_row(name, value)
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 
 import typer
@@ -56,6 +57,10 @@ for _verb in VERBS:
 
 def main() -> None:
     """Entry point of the ``loopkv`` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # Names and texts may hold what the terminal's encoding lacks: shown as escapes, never a traceback.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except LoopKVError as error:

@@ -137,13 +137,15 @@ def _gpu(name: str | None, memory: float | None, bandwidth: float | None, t_fix:
 
 def _print(prediction: Capacity, tau: float | None) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from loopkv.cli._render import console, facts
 
     gib = 1 << 30
     gpu, step = prediction.gpu, prediction.step_time
     out = console()
-    out.print(f"[bold]Prediction[/bold], not a measurement: {gpu.name}, requests of {prediction.context_tokens} tokens")
+    out.print(Text("Prediction", "bold"), end="")
+    out.print(f", not a measurement: {gpu.name}, requests of {prediction.context_tokens} tokens")
     table = Table(box=None, padding=(0, 1))
     for title in ("", "stored", "read", "request", "fit", "step", "tok/s", "x BF16", "alone"):
         table.add_column(title, justify="left" if not title else "right", overflow="fold" if not title else "ellipsis")

@@ -72,7 +72,6 @@ def plan_table(result: DemoResult) -> Table:
 
 def answer_table(result: DemoResult) -> Table:
     """What the server answered beside the exact model and the truth, and the bytes the request held."""
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="answers of vllm serve", box=None, padding=(0, 2, 0, 0))
@@ -82,7 +81,7 @@ def answer_table(result: DemoResult) -> Table:
     table.add_column("of bf16", justify="right", no_wrap=True)
     for item in result.asked:
         table.add_row(
-            *(escape(text) for text in (item.title, item.wanted, item.exact, item.served.text.strip())),
+            *(item.title, item.wanted, item.exact, item.served.text.strip()),
             f"{item.held_bytes / 2**20:.2f} MiB",
             f"{item.held_bytes / item.exact_bytes:.0%}",
         )

@@ -85,6 +85,7 @@ def add(group: typer.Typer) -> None:
 def table(scores: TaskScores, *, per_task: bool) -> Table:
     """Accuracy of each group (and task) and arm with the paired difference to BF16."""
     from rich.table import Table
+    from rich.text import Text
 
     grid = Table(title="right answers; points: difference to bf16 on the same items", box=None, padding=(0, 2, 0, 0))
     grid.add_column("task", overflow="fold")
@@ -103,7 +104,7 @@ def table(scores: TaskScores, *, per_task: bool) -> Table:
         low, high = score.difference_ci95
         exact = score.arm == "bf16"
         grid.add_row(
-            (f"[bold]{score.task}[/bold]" if score.is_group else score.task) if first else "",
+            Text(score.task, "bold" if score.is_group else "") if first else "",
             str(score.items) if first else "",
             score.arm,
             f"{score.accuracy:.1%}",

@@ -63,6 +63,9 @@ def register(app: typer.Typer) -> None:
 
         sampling = Sampling(temperature, top_p, seed)
         prompts = [*(prompt or []), *(read_prompt(name) for name in prompt_file or [])]
+        for number, text in enumerate(prompts, 1):
+            if any("\ud800" <= character <= "\udfff" for character in text):  # bytes of an argument
+                raise LoopKVError(f"prompt {number}", got="bytes that are not UTF-8", wanted="UTF-8 text")
         if not prompts:
             raise LoopKVError("loopkv generate", got="no prompt", wanted="--prompt TEXT or --prompt-file FILE")
         fingerprint = fingerprint_model(model)

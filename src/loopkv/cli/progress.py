@@ -18,18 +18,18 @@ Report = Callable[[float, float, str], None]
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Report]:
     """Show progress on standard error while inside."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if not console.is_terminal:
         yield _lines(title, console)
         return
     columns = (
-        TextColumn("{task.fields[title]}"),
+        TextColumn("{task.fields[title]}", markup=False),
         BarColumn(bar_width=28),
         TaskProgressColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("[dim]{task.description}"),
+        TextColumn("{task.description}", style="dim", markup=False),
     )
     with Progress(*columns, console=console, speed_estimate_period=120.0) as bar:
         task = bar.add_task("", title=title, total=None)

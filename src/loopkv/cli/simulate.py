@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from loopkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from loopkv.bench.simulate_study import SimulationStudy
@@ -68,12 +71,24 @@ def simulate_command(
     from loopkv.cli.capacity import _gpu, _model_size
     from loopkv.records import append_records, read_records
 
+    if model is not None and geometry is not None:
+        raise UnsupportedError("loopkv simulate", got="--model and --geometry", wanted="one of the two")
+    for option, value in (("--pool", pool), ("--tau0", tau0)):
+        if value is not None and not 0 < value < 1e9:
+            raise UnsupportedError(option, got=value, wanted="a number > 0")
+    if not 0 <= hot_share <= 1:
+        raise UnsupportedError("--hot-share", got=hot_share, wanted="a share from 0 to 1")
+    starts = _seeds(seeds)
     requests = read_workload(workload)
     size = _model_size(model, geometry, None)
     identity = Fingerprint(name=geometry or str(model), geometry=size.geometry)
     context = tau0_context_tokens(requests, tau0_rule)
     prediction = predict_capacity(
-        [], size, _gpu(gpu, memory, bandwidth, t_fix), round(context), utilization=utilization or DEFAULT_UTILIZATION
+        [],
+        size,
+        _gpu(gpu, memory, bandwidth, t_fix),
+        round(context),
+        utilization=DEFAULT_UTILIZATION if utilization is None else utilization,
     )
     longest = max(request.length_tokens for request in requests)
     measured = list(read_records([fit])) if fit is not None else []
@@ -94,13 +109,20 @@ def simulate_command(
         pairs,
         bounds,
         rates_per_s=None if rates is None else _numbers(rates, "--rates"),
-        seeds=[int(seed) for seed in _numbers(seeds, "--seeds")],
+        seeds=starts,
         gpu=prediction.gpu.name,
         constants=f"{constants}; prefill {prefill_rate:g} tok/s assumed",
     )
     _print(study, context, tau0)
     if output is not None:
         append_records(output, study_records(study, tau0_rule=tau0_rule, model=identity.name))
+
+
+def _seeds(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) < 1 << 32 for part in parts):
+        raise UnsupportedError("--seeds", got=repr(text)[:80], wanted="whole numbers from 0 to 2^32 - 1")
+    return [int(part) for part in parts]
 
 
 def _numbers(text: str, option: str) -> list[float]:
@@ -117,12 +139,14 @@ def _numbers(text: str, option: str) -> list[float]:
 
 def _print(study: SimulationStudy, context: float, tau0: float) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from loopkv.cli._render import console
 
     out = console()
     bounds = study.ladders[0].bounds
-    out.print(f"[bold]Simulation[/bold], not a measurement: {study.gpu}; {study.constants}")
+    out.print(Text("Simulation", "bold"), end="")
+    out.print(f", not a measurement: {study.gpu}; {study.constants}")
     out.print(f"tau0 {tau0:.2f} ms (stock step of one request at {context:,.0f} tokens); capacities in requests/s")
     table = Table(box=None, padding=(0, 1))
     table.add_column("arm", no_wrap=True)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from loopkv.artifacts.storage import read_json
 from loopkv.errors import ModelFormatError, UnsupportedError
+from loopkv.geometry import MAX_CELLS
 
 LOOP_KEYS = ("total_ut_steps", "num_loops", "mean_recurrence", "loop_num", "num_recurrent_steps")
 
@@ -44,6 +45,9 @@ class OuroConfig(BaseModel):
             )
         if self.attention_head_dim % 2:
             raise ValueError(f"head size {self.attention_head_dim} must be even for rotary embedding")
+        cells = self.num_hidden_layers * self.total_ut_steps
+        if cells > MAX_CELLS:
+            raise ValueError(f"{cells} cells, at most {MAX_CELLS} are supported")
         return self
 
     @property

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL_TYPES = ("ouro",)
+WEIGHT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -132,7 +133,10 @@ def _take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], fold
     tensor = tensors[name]
     if tuple(tensor.shape) != shape:
         raise ModelFormatError(f"weights of {folder}: {name}", got=list(tensor.shape), wanted=list(shape))
-    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+    if tensor.dtype not in WEIGHT_DTYPES:  # 8-bit floats come with scales, without which they are other weights
+        got = str(tensor.dtype).removeprefix("torch.")
+        raise ModelFormatError(f"weights of {folder}: {name}", got=got, wanted="floats of 16, 32 or 64 bits")
+    if not bool(torch.isfinite(tensor).all()):
         raise ModelFormatError(f"weights of {folder}: {name}", got="values that are not finite", wanted="floats")
     return tensor
 

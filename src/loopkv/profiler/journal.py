@@ -46,16 +46,19 @@ class Journal:
                 f"journal {self.path}", got="another running process", wanted="one run at a time"
             ) from None
         try:
-            if restart:
-                self._file.truncate(0)
-            self._load(key)
+            self._load(key, restart)
         except BaseException:
             self._file.close()
             raise
 
-    def _load(self, key: str) -> None:
+    def _load(self, key: str, restart: bool) -> None:
         self._file.seek(0)
         data = self._file.read()
+        if data and not _begins_like_a_journal(data):  # before anything is cut off: it may be a file that matters
+            raise LoopKVError(f"journal {self.path}", got="a file that is no journal", hint="move it away")
+        if restart:
+            self._file.truncate(0)
+            data = b""
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             self._file.truncate(len(whole))
@@ -112,3 +115,9 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _begins_like_a_journal(data: bytes) -> bool:
+    """True for a journal of any key or version, and for the part of a header that a kill leaves."""
+    start = b'{"journal": '
+    return data.startswith(start) or start.startswith(data)

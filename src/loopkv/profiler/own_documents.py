@@ -74,6 +74,8 @@ def own_documents(
     check_max_tokens(tokens, policy)
     if count < 1 or not temperature > 0:
         raise DocumentError("own documents", got=f"count {count}, temperature {temperature}", wanted="both above 0")
+    if not 0 <= seed < 1 << 63:
+        raise DocumentError("seed", got=seed, wanted="a whole number from 0 to 2^63 - 1")
     starts = [_prompt_ids(model, tokenizer, prompt, tokens) for prompt in prompts] or [_begin(model, tokenizer)]
     generator = torch.Generator().manual_seed(seed)
     kept: list[Document] = []
