@@ -106,7 +106,9 @@ class Build:
 
     def _warps(self, ring_bytes: int) -> int:
         most = _MAX_WARPS if self.head_dim <= 128 and self.queries <= 8 else 8
-        return max(1, min(most, (self.arch.shared_bytes - _TABLE_BYTES) // (ring_bytes + _NOTES_BYTES)))
+        queries_bytes = -(-self.head_dim // 64) * 512 if self.queries == 1 else 0
+        warp_bytes = ring_bytes + queries_bytes + _NOTES_BYTES
+        return max(1, min(most, (self.arch.shared_bytes - _TABLE_BYTES) // warp_bytes))
 
     def flags(self) -> tuple[str, ...]:
         """Everything on the compiler's command line but the files."""
