@@ -18,7 +18,7 @@ from loopkv.bench.kernel_reference import plain_bf16, reference_decode, relative
 from loopkv.errors import LoopKVError
 from loopkv.kernels.cases import Case, CaseSpec, make_case, page_nbytes, reads_low_plane_by_choice
 from loopkv.kernels.descriptor import SeedMode
-from loopkv.kernels.operators import CudaOperators
+from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.records import Record, make_record
 
 COPY_BYTES = 4 << 30
@@ -133,6 +133,11 @@ def bytes_read(case: Case, cell: int, hot_share: float | None) -> int:
     return total
 
 
+def step_view(case: Case) -> StepView:
+    """The decode step of a case."""
+    return StepView(case.pool, case.history_table, case.window_table, case.seq_lens, None, len(case.spec.tokens))
+
+
 class DecodeBench:
     """One case on a device, ready to launch cell by cell."""
 
@@ -148,24 +153,15 @@ class DecodeBench:
             count_hot=True,
         )
         self.out = torch.empty_like(self.case.q)
+        self.step = step_view(self.case)
         pairs = len(self.case.layout.cells) // 2
         self.cells = range(pairs) if cell.option == "share" else range(2 * pairs)
 
     def launch(self, index: int) -> None:
         """One cell."""
-        case = self.case
-        self.operators.attend_decode(
-            index,
-            case.q[index],
-            case.k_new[index],
-            case.v_new[index],
-            self.out[index],
-            pool=case.pool,
-            history_table=case.history_table,
-            window_table=case.window_table,
-            seq_lens=case.seq_lens,
-            precision=self.cell.tau is not None,
-        )
+        case, by_choice = self.case, self.cell.tau is not None
+        tensors = (case.q[index], case.k_new[index], case.v_new[index], self.out[index])
+        self.operators.attend(index, *tensors, self.step, precision=by_choice)
 
     def check(self, rows: Sequence[int] = (0,)) -> tuple[float, float]:
         """Largest relative error against fp32 over some rows of the first cell, and PyTorch's in BF16.

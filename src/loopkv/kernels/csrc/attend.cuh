@@ -2,8 +2,8 @@
 // a row has one query; in a mixed step its queries are answered in tiles of up to 16, each with its own boundary
 // between coded and exact tokens (row.cuh), and everything below that says "row" means a tile.
 //
-// Work is cut into tasks of one warp: (row, head, chunk of 64 exact tokens) first, then (row, head, split of the
-// history). A warp's first task follows from its place in the grid, every later one from a ticket. A task writes a
+// Work is cut into tasks of one warp: (row, head, first chunk of 64 exact tokens: the sink), then (row, head, split of
+// the history), then (row, head, other chunks), which are short and end the launch evenly. A warp's first task follows from its place in the grid, every later one from a ticket. A task writes a
 // partial; the warp that completes a (row, head) merges its partials in their order. What is computed, and in which
 // order it is added, depends on the row alone: neither on the batch nor on timing.
 //
@@ -39,7 +39,8 @@ struct AttendConfig {
   static constexpr int STAGES = kFit < 8 ? kFit : 8;
   static_assert(!CODED || STAGES >= 3, "one page in use, one waiting for its values, one on its way");
   static constexpr int kRingBytes = RING_BYTES_ / 128 * 128;
-  static constexpr int kWarpBytes = kRingBytes + 512;  // and the warp's notes
+  static constexpr int kZeroQueries = SINGLE ? (D + 63) / 64 * 512 : 0;  // bytes of CodedQueries::z of a warp
+  static constexpr int kWarpBytes = kRingBytes + kZeroQueries + 512;  // and the warp's notes
   using Slots = TileSlots<D, kRingBytes>;
   // Queries of a tile of a mixed step.
   static constexpr int tile_queries(int group_queries) { return MIXED ? 8 * NT / group_queries : 1; }
@@ -51,10 +52,9 @@ struct AttendConfig {
 // What a warp writes down in shared memory instead of keeping it in registers: it is needed once a task.
 struct WarpNotes {
   uint64_t barriers[8];  // of the stages
-  int64_t addresses[8];  // of the page in each stage: where its low plane lies
+  int64_t addresses[8];  // where the low plane of the page in each stage lies
   int64_t known[32];     // pages of the split being copied in: number i, i + 32, .. of them
   int32_t tile, head, part;        // of the task in hand
-  int32_t next;                    // task after it, or -1: not known yet
   int32_t written_tile, written_head;  // of a part that was written but not yet reported; tile -1: none
 };
 static_assert(sizeof(WarpNotes) <= 512);
@@ -62,7 +62,7 @@ static_assert(sizeof(WarpNotes) <= 512);
 // Per block: the tiles of the step and running totals of their tasks.
 struct TileTable {
   int count;           // tiles of this launch
-  int* chunks_before;  // [count + 1]
+  int* chunks_before;  // [count + 1] chunks but the first of each tile
   int* splits_before;  // [count + 1]
   int* tokens;         // [count] the first query of the tile sees
   int* rows;           // [count], mixed steps only
@@ -94,7 +94,7 @@ LKV_DEVICE void build_rows(const AttendArgs& a, TileTable& table) {
     const int tokens = a.cache.seq_lens[row] > 0 ? a.cache.seq_lens[row] : 0;
     const Span span = span_of(a.geometry, tokens, 1);
     table.tokens[row] = tokens;
-    table.chunks_before[row] = tokens > 0 ? span.chunks : 0;
+    table.chunks_before[row] = tokens > 0 ? span.chunks - 1 : 0;
     table.splits_before[row] = tokens > 0 ? span.splits : 0;
   }
 }
@@ -128,7 +128,7 @@ LKV_DEVICE void build_tiles(const AttendArgs& a, TileTable& table, int tile_quer
         table.rows[first + i] = row;
         table.first_query[first + i] = inside;
         table.tokens[first + i] = sees;
-        table.chunks_before[first + i] = span.chunks;
+        table.chunks_before[first + i] = span.chunks - 1;
         table.splits_before[first + i] = span.splits;
       }
     }
@@ -405,7 +405,9 @@ LKV_NOINLINE int note_split(const AttendArgs& a, WarpNotes& notes, const TileTab
   const Span span = span_of(a.geometry, tile.tokens, tile.queries);
   const int first = (cut - table.splits_before[index]) * span.split_pages, sink = a.geometry.sink_tokens / kPageTokens;
   const int count = span.pages - first < span.split_pages ? span.pages - first : span.split_pages;
-  note_pages<Config>(a, notes, tile.row, number % H, sink + first, sink + first + count);
+  const int head = number % H;
+  note_pages<Config>(a, notes, tile.row, head, sink + first, sink + first + count);
+  if (lane_id() < Config::D / 64) prefetch_line(Columns<Config>(a, tile, head).q(0) + 64 * lane_id());
   sync_warp();
   return count;
 }
@@ -420,7 +422,10 @@ struct Ring {
   int owner = -1;            // task whose pages are being copied
   int index = 0, count = 0;  // of its next page, and of its pages
 
-  LKV_DEVICE WarpNotes& notes() const { return *reinterpret_cast<WarpNotes*>(memory + Config::kRingBytes); }
+  LKV_DEVICE WarpNotes& notes() const {
+    return *reinterpret_cast<WarpNotes*>(memory + Config::kRingBytes + Config::kZeroQueries);
+  }
+  LKV_DEVICE uint32_t* zero_queries() const { return reinterpret_cast<uint32_t*>(memory + Config::kRingBytes); }
   LKV_DEVICE uint8_t* stage(int at) const { return memory + at * Config::kStageBytes; }
   LKV_DEVICE uint8_t* low(int turn) const {
     return memory + Config::STAGES * Config::kStageBytes + (turn & 1) * Config::Page::kLowBytes;
@@ -432,7 +437,7 @@ struct Ring {
 #if LOOPKV_BULK_COPY
     if (real && lane_id() == 0) {
       const int64_t from = notes().known[index & 31];
-      if (Config::PRECISION) notes().addresses[next_fill] = from;
+      if (Config::PRECISION) notes().addresses[next_fill] = from + Config::Page::kMainBytes;
       barrier_expect(notes().barriers + next_fill, Config::kStageBytes);
       bulk_copy(stage(next_fill), reinterpret_cast<const void*>(from), Config::kStageBytes,
                 notes().barriers + next_fill, stream_policy());
@@ -440,7 +445,7 @@ struct Ring {
 #else
     if (real) {
       const int64_t from = notes().known[index & 31];
-      if (Config::PRECISION && lane_id() == 0) notes().addresses[next_fill] = from;
+      if (Config::PRECISION && lane_id() == 0) notes().addresses[next_fill] = from + Config::Page::kMainBytes;
       for (int i = 16 * lane_id(); i < Config::kStageBytes; i += 512) {
         copy_async<16>(stage(next_fill) + i, reinterpret_cast<const uint8_t*>(from) + i);
       }
@@ -514,15 +519,14 @@ LKV_DEVICE void load_coded_queries(CodedQueries<Config::D, Config::NT, Config::S
       const float low = bits_float(raw[i] << 16) * down, high = bits_float(raw[i] & 0xffff0000u) * down;
       const float factor = SINGLE ? 1.0f / pair_factor<BITS>(i & 3) : 1.0f / (i & 1 ? odd_division<BITS, SINGLE> : 1.0f);
       queries.q[nt][query_place(i)] = pack_half2(low * factor, high * factor);
-      if (SINGLE && (i & 1) == (r & 1)) queries.z[i / 2] = pack_half2(low, high);
+      if (SINGLE && (i & 1) == (r & 1)) queries.z[(i / 8 * 32 + lane_id()) * 4 + i % 8 / 2] = pack_half2(low, high);
     }
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) unscale[nt][c] = shfl(up, 4 * (2 * t + c)) * scale_log2;
   }
 }
 
-// One split of a history in coded pages. A page's scores are made one turn before its values are used: its low plane
-// (V precision) comes in meanwhile, and the two have nothing to wait for from each other.
+// One split of a history in coded pages.
 template <typename Config>
 struct CodedSplit {
   static constexpr int D = Config::D, BITS = Config::BITS, NT = Config::NT, STAGES = Config::STAGES;
@@ -545,7 +549,6 @@ struct CodedSplit {
   float bar[NT][COLUMNS];  // seed of V precision; +inf for columns without a query
   float lift = 14.0f;      // weights are halves times 2^lift: small ones stay normal; scales of 2 and more need the room
   uint32_t hot_total = 0;
-  int hot_turn[kCopies];  // rotation that brings a token's hot bit to the place of kCopyBytes
 
   // What a page's scores leave for its values.
   uint32_t weight[NT][4];    // pairs of halves: column lane / 4, tokens 8 k + {2 t, 2 t + 1}
@@ -571,7 +574,7 @@ struct CodedSplit {
         zeros[nt][0][j] = zeros[nt][1][j] = 0.0f;
       }
     }
-    score_page<D, BITS, NT, Config::SINGLE>(page, q, codes, zeros);
+    score_page<D, BITS, NT, Config::SINGLE>(forget(lane), page, q, codes, zeros);
     return stage;
   }
 
@@ -616,14 +619,14 @@ struct CodedSplit {
   LKV_DEVICE void values(int turn) {
     const uint8_t* page = ring.stage(due);
     const uint8_t* low = Config::PRECISION ? ring.low(turn) : page + Page::kMainBytes;
-    const int group = r % (D / 32);
-    const uint32_t ones = r == 0 ? 0x3c003c00u : 0u;
+    const int here = forget(lane), row = here >> 2, pair = here & 3, group = row % (D / 32);
+    const uint32_t ones = row == 0 ? 0x3c003c00u : 0u;
     uint32_t zero[2];
-    load_words<8>(zero, page + Page::kValueZeros + group * 64 + t * 16 + 8 * MT);
+    load_words<8>(zero, page + Page::kValueZeros + group * 64 + pair * 16 + 8 * MT);
     if constexpr (Config::PRECISION) {  // a cold token decodes to the middle of its bucket: 1.5 steps more
       uint32_t scale[2];
-      load_words<8>(scale, page + Page::kValueScales + group * 64 + t * 16 + 8 * MT);
-      const uint32_t cold = ~hot >> (8 * t);
+      load_words<8>(scale, page + Page::kValueScales + group * 64 + pair * 16 + 8 * MT);
+      const uint32_t cold = ~hot >> (8 * pair);
       const uint32_t halves = (cold & 0xfu) | (cold & 0xf0u) << 12;
 #pragma unroll
       for (int kk = 0; kk < 2; ++kk) {
@@ -634,7 +637,7 @@ struct CodedSplit {
     for (int nt = 0; nt < NT; ++nt) {
       mma_f16(extra[nt], zero[0], ones, zero[1], ones, weight[nt][2 * MT], weight[nt][2 * MT + 1]);
     }
-    value_tile<D, BITS, NT, Config::SINGLE, MT>(page, low, weight, out);
+    value_tile<D, BITS, NT, Config::SINGLE, MT>(here, page, low, weight, out);
   }
 
   // Scores of the page in hand in log2 units, the new maxima, and alpha.
@@ -696,11 +699,25 @@ struct CodedSplit {
   }
 
   LKV_DEVICE void fetch_low(int stage, int turn, uint32_t wanted) {
-    const uint8_t* from = reinterpret_cast<const uint8_t*>(ring.notes().addresses[stage]) + Page::kMainBytes;
+    const int here = forget(lane);
+    const int64_t from = ring.notes().addresses[stage] + here * kCopyBytes;
+    uint8_t* to = ring.low(turn) + here * kCopyBytes;
+    uint32_t first = 0;
+    if constexpr (32 % kCopies == 0) {  // a lane's tokens are 32 / kCopies apart: 4 / kCopies bits of `wanted`
+      const int token = slot_token(here / kCopies);
+      first = wanted >> (4 * (token & 7) + (token >> 3));
+    }
 #pragma unroll
     for (int copy = 0; copy < kCopies; ++copy) {
-      const int place = (lane + 32 * copy) * kCopyBytes;
-      copy_async<kCopyBytes>(ring.low(turn) + place, from + place, rotate_left(wanted, hot_turn[copy]) & kCopyBytes);
+      uint32_t bit;
+      if constexpr (32 % kCopies == 0) {
+        bit = first >> (copy * 4 / kCopies) & 1u;
+      } else {
+        const int token = slot_token((here + 32 * copy) / kCopies);
+        bit = wanted >> (4 * (token & 7) + (token >> 3)) & 1u;
+      }
+      copy_async<kCopyBytes>(to + 32 * copy * kCopyBytes,
+                             reinterpret_cast<const uint8_t*>(from) + 32 * copy * kCopyBytes, bit * kCopyBytes);
     }
     copy_async_commit();
   }
@@ -725,8 +742,8 @@ struct CodedSplit {
   }
 
   // `task` is this split's number; `cross` begins the next split's copies once all of this one's have begun.
-  template <typename Between, typename Cross>
-  LKV_DEVICE void run(const Span& span, int task, int split, uint32_t epoch, Between between, Cross cross) {
+  template <typename Before, typename Cross>
+  LKV_DEVICE void run(const Span& span, int task, int split, uint32_t epoch, Before before_writing, Cross cross) {
     const int first = split * span.split_pages, place0 = a.geometry.sink_tokens / kPageTokens + first;
     const int count = (first + span.split_pages < span.pages ? first + span.split_pages : span.pages) - first;
     if (ring.owner != task) {
@@ -749,9 +766,8 @@ struct CodedSplit {
       ring.fill();
       if (Config::PRECISION && !LOOPKV_BULK_COPY) copy_async_commit();  // as many groups a page as in the loop
     }
+    q.z = ring.zero_queries();
     load_coded_queries<Config>(q, unscale, columns, a.scale_log2);
-    between();  // the next task is known from here on
-    if (LOOPKV_BULK_COPY && ring.index == count) cross();
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
@@ -764,70 +780,71 @@ struct CodedSplit {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) best[nt][c] = bits_float(0xff800000u);
     }
-    if constexpr (Config::PRECISION) {
-#pragma unroll
-      for (int copy = 0; copy < kCopies; ++copy) {
-        const int token = slot_token((lane + 32 * copy) / kCopies);
-        const int bit = 4 * (token & 7) + (token >> 3);
-        hot_turn[copy] = (kCopyBytes == 16 ? 4 : 3) + 32 - bit;
-      }
-    }
-    // Copy groups (no bulk copies): a page's main part, and with V precision its low plane, in every turn.
-    constexpr int kPending = Config::PRECISION ? 2 * (STAGES - 2) : STAGES - 2;
-
+    if (LOOPKV_BULK_COPY && ring.index == count && ring.owner == task) cross();
     float s[NT][4][COLUMNS], fresh[NT][COLUMNS];
-    {
-      due = score(ring.template wait<kPending + (Config::PRECISION ? 2 : 1)>());
-      const float lifted = wide(due) ? 0.0f : lift;
-      maximum(s, fresh, lifted, (place0 + 1) * kPageTokens, (place0 + 1) * kPageTokens > span.recent);
-      lift = lifted;
-      if constexpr (Config::PRECISION) {
-        read_seed<Config>(a, queries, head, epoch, bar);
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-#pragma unroll
-          for (int c = 0; c < COLUMNS; ++c) {
-            if (!Config::SINGLE && 8 * nt + 2 * t + c >= G) bar[nt][c] = bits_float(0x7f800000u);
-          }
-        }
-        hot = find_hot(s);
-        fetch_low(due, 0, hot);
-        if (!LOOPKV_BULK_COPY) copy_async_commit();  // where later turns fill a stage
-      }
-      weigh(s, fresh);
-    }
-    for (int i = 1; i < count; ++i) {
-      const int stage = score(ring.template wait<kPending>());
-      const float lifted = wide(stage) ? 0.0f : lift;
-      if constexpr (Config::PRECISION) {
-        copy_async_wait<LOOPKV_BULK_COPY ? 0 : 1>();
-        sync_warp();
-      }
-      rescale();
+    auto take = [&](int i, int stage) {  // the scores of page i into the running maximum
       const int end = (place0 + i + 1) * kPageTokens;
+      const float lifted = wide(stage) ? 0.0f : lift;
       maximum(s, fresh, lifted, end, end > span.recent);
       lift = lifted;
-      values<0>(i - 1);
-      uint32_t wanted = 0xffffffffu;
-      if constexpr (Config::PRECISION) {
-        wanted = find_hot(s);
-        fetch_low(stage, i, wanted);
+    };
+    if constexpr (!Config::PRECISION) {
+      for (int i = 0; i < count; ++i) {
+        due = score(ring.template wait<STAGES - 1>());
+        take(i, due);
+        weigh(s, fresh);
+        rescale();
+        values<0>(0);
+        values<1>(0);
+        sync_warp();
+        advance();
       }
-      values<1>(i - 1);
-      sync_warp();
-      advance();
+    } else {
+      // A page's values are used one turn after its scores: its low plane comes in meanwhile. Two are on their way, for
+      // with the memory busy each takes about as long as a turn.
+      // Copy groups (no bulk copies): a page's low plane and another's main part in every turn.
+      constexpr int kMain = 2 * (STAGES - 2), kLow = LOOPKV_BULK_COPY ? 1 : 2;
+      due = score(ring.template wait<kMain + 2>());
+      take(0, due);
+      read_seed<Config>(a, queries, head, epoch, bar);
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          if (!Config::SINGLE && 8 * nt + 2 * t + c >= G) bar[nt][c] = bits_float(0x7f800000u);
+        }
+      }
+      hot = find_hot(s);
+      fetch_low(due, 0, hot);
+      if (!LOOPKV_BULK_COPY) copy_async_commit();  // where later turns fill a stage
       weigh(s, fresh);
-      hot = wanted;
-      due = stage;
-    }
-    if constexpr (Config::PRECISION || !LOOPKV_BULK_COPY) {
+      for (int i = 1; i < count; ++i) {
+        const int stage = score(ring.template wait<kMain>());
+        take(i, stage);
+        const uint32_t wanted = find_hot(s);
+        fetch_low(stage, i, wanted);
+        rescale();
+        copy_async_wait<kLow>();
+        sync_warp();
+        values<0>(i - 1);
+        values<1>(i - 1);
+        sync_warp();
+        advance();
+        weigh(s, fresh);
+        hot = wanted;
+        due = stage;
+      }
       copy_async_wait<0>();
       sync_warp();
+      rescale();
+      values<0>(count - 1);
+      values<1>(count - 1);
+      sync_warp();
     }
-    rescale();
-    values<0>(count - 1);
-    values<1>(count - 1);
-    sync_warp();
+#if !LOOPKV_BULK_COPY
+    copy_async_wait<0>();
+#endif
+    before_writing();  // the part before this one has long been stored
 
     const WarpNotes& notes = ring.notes();
     const int64_t at = part_index(a, notes.tile, notes.head, notes.part) * (Config::MIXED ? 8 * NT : G);
@@ -951,10 +968,7 @@ LKV_NOINLINE void report_part(const AttendArgs& a, const TileTable& table, int t
   const int parts = span_of(a.geometry, tile.tokens, tile.queries).parts();
   uint32_t arrived = 0;
   uint32_t* arrivals = a.workspace.arrivals + static_cast<int64_t>(tile_index) * a.geometry.kv_heads + head;
-  if (lane_id() == 0) {
-    fence_device();
-    arrived = atomic_add(arrivals, 1) + 1;
-  }
+  if (lane_id() == 0) arrived = atomic_add_release(arrivals, 1) + 1;
   if (static_cast<int>(shfl(arrived, 0)) == parts) {
     if (lane_id() == 0) fence_device();
     sync_warp();
@@ -1006,8 +1020,9 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
   }
   sync_block();
 
-  const int chunk_tasks = table.chunks_before[table.count] * H;
-  const int tasks = chunk_tasks + table.splits_before[table.count] * H;
+  const int first_tasks = table.count * H;  // a padded row's are passed over
+  const int split_tasks = first_tasks + table.splits_before[table.count] * H;
+  const int tasks = split_tasks + table.chunks_before[table.count] * H;
   const int fixed = block_count() * Config::WARPS;  // tasks given by place in the grid
   int task = warp * block_count() + block_id();
   auto report = [&] {
@@ -1016,12 +1031,18 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
   while (task < tasks) {
     uint32_t ticket = 0;
     if (lane == 0) ticket = atomic_add(a.workspace.control + kControlTicket, 1);
-    const bool exact = task < chunk_tasks;
-    const int index = exact ? task : task - chunk_tasks;
-    const int* before = exact ? table.chunks_before : table.splits_before;
+    const bool exact = task < first_tasks || task >= split_tasks;
+    const int index = task < first_tasks ? task : task < split_tasks ? task - first_tasks : task - split_tasks;
     const int head = index % H, cut = index / H;
-    const int tile_index = find_tile(before, table.count, cut);
-    const int mine = cut - before[tile_index];
+    int tile_index = cut, mine = 0;
+    if (task >= first_tasks) {
+      const int* before = exact ? table.chunks_before : table.splits_before;
+      tile_index = find_tile(before, table.count, cut);
+      mine = cut - before[tile_index] + (exact ? 1 : 0);
+    } else if (table.tokens[tile_index] <= 0) {
+      task = fixed + static_cast<int>(shfl(ticket, 0));
+      continue;
+    }
     const QueryTile tile = tile_of(a, table, tile_index, tile_queries);
     const Span span = span_of(a.geometry, tile.tokens, tile.queries);
     if (lane == 0) {
@@ -1029,32 +1050,28 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
       notes.head = head;
       notes.part = exact ? mine : span.chunks + mine;
     }
-    auto between = [&] {  // while the first data of the task is on its way
-      report();
-      if (lane == 0) notes.next = fixed + static_cast<int>(ticket);
-      sync_warp();
-    };
+    int next = -1;
     if (exact) {
-      exact_chunk<Config>(a, slots, notes, tile, span, head, mine, epoch, between);
+      exact_chunk<Config>(a, slots, notes, tile, span, head, mine, epoch, report);
     } else if constexpr (Config::CODED) {
       auto cross = [&] {  // the pages of the next split, so that the ring stays full
-        const int next = notes.next;
-        if (next >= tasks) return;
-        ring.count = note_split<Config>(a, notes, table, next - chunk_tasks);
+        next = fixed + static_cast<int>(shfl(ticket, 0));
+        if (next >= split_tasks) return;
+        ring.count = note_split<Config>(a, notes, table, next - first_tasks);
         ring.owner = next;
         ring.index = 0;
       };
       CodedSplit<Config> reader(a, ring, tile, head);
-      reader.run(span, task, mine, epoch, between, cross);
+      reader.run(span, task, mine, epoch, report, cross);
     } else {
-      exact_split<Config>(a, slots, notes, tile, span, head, mine, between);
+      exact_split<Config>(a, slots, notes, tile, span, head, mine, report);
     }
     sync_warp();
     if (lane == 0) {
       notes.written_tile = notes.tile;
       notes.written_head = notes.head;
     }
-    task = notes.next;
+    task = next >= 0 ? next : fixed + static_cast<int>(shfl(ticket, 0));
     sync_warp();
   }
   report();

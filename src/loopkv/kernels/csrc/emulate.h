@@ -161,6 +161,7 @@ inline void multiply(float (&c)[4], const uint32_t (&operands)[6], Value value) 
 }  // namespace emulation
 
 inline int lane_id() { return emulation::thread % 32; }
+inline int forget(int x) { return x; }
 inline int thread_id() { return emulation::thread; }
 inline int block_threads() { return emulation::block->threads; }
 inline int block_id() { return emulation::block->id; }
@@ -317,6 +318,8 @@ inline uint32_t atomic_add(uint32_t* p, uint32_t v) {
   *p += v;
   return old;
 }
+inline uint32_t atomic_add_release(uint32_t* p, uint32_t v) { return atomic_add(p, v); }
+inline void prefetch_line(const void*) {}
 inline void atomic_add64(uint64_t* p, uint64_t v) { *p += v; }
 inline void fence_device() {}
 

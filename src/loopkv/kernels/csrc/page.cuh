@@ -110,7 +110,8 @@ struct CodedQueries {
   uint32_t q[NT][D / 8];  // pairs of halves, this lane's channels; of every four pairs the order is 0 2 1 3
                           // (query_place). SINGLE: divided by the factor of their codes; else odd pairs by
                           // odd_division
-  uint32_t z[SINGLE ? D / 16 : 1];  // SINGLE: the undivided pairs 0 2 (even columns) or 1 3 (odd columns)
+  uint32_t* z;  // SINGLE: in shared memory, the undivided pairs 0 2 (even columns) or 1 3 (odd columns) of this lane:
+                // [D / 64][32 lanes][4]
 };
 // What odd query pairs were divided by where they serve codes and zeros alike.
 template <int BITS, bool SINGLE>
@@ -122,12 +123,13 @@ constexpr float odd_division = !SINGLE && BITS == 4 ? 16.0f : 1.0f;
 //          second (times odd_division), alike in all those rows: as loaded, four pairs of zeros are operand A. SINGLE:
 //          all in the first, even pairs in even columns and odd pairs in odd ones
 template <int D, int BITS, int NT, bool SINGLE, int BLOCK>
-LKV_DEVICE void score_block(const uint8_t* page, const CodedQueries<D, NT, SINGLE>& queries,
+LKV_DEVICE void score_block(int lane, const uint8_t* page, const CodedQueries<D, NT, SINGLE>& queries,
                             float (&codes)[NT][2][kChains][4], float (&zeros)[NT][2][4]) {
   using Page = HeadPage<D, BITS>;
   constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK);
   constexpr int LANE_BYTES = C * BITS / 32, WORDS = LANE_BYTES >= 4 ? LANE_BYTES / 4 : 1;
-  const int r = lane_id() >> 2, t = lane_id() & 3;
+  const int r = lane >> 2, t = lane & 3;
+  uint32_t z[4] = {0, 0, 0, 0};
   uint32_t k[4][WORDS];  // tokens r, r + 8, r + 16, r + 24
   const uint8_t* plane = page + kPageTokens * START * BITS / 8 + r * (C * BITS / 8) + t * LANE_BYTES;
 #pragma unroll
@@ -137,6 +139,9 @@ LKV_DEVICE void score_block(const uint8_t* page, const CodedQueries<D, NT, SINGL
 #pragma unroll
   for (int unit = 0; unit < C / 32; ++unit) {  // eight channels of this lane: two steps of 16 channels
     const int place = START / 8 + 4 * unit;
+    if (SINGLE && unit % 2 == 0) {
+      load_words<16>(z, reinterpret_cast<const uint8_t*>(queries.z) + (place / 8 * 32 + lane) * 16);
+    }
     uint32_t scale[4], zero[4];
     load_words<16>(scale, scales + 16 * unit);
     load_words<16>(zero, offsets + 16 * unit);
@@ -162,7 +167,7 @@ LKV_DEVICE void score_block(const uint8_t* page, const CodedQueries<D, NT, SINGL
       }
     }
     if constexpr (SINGLE) {
-      mma_f16(zeros[0][0], zero[0], zero[1], zero[2], zero[3], queries.z[place / 2], queries.z[place / 2 + 1]);
+      mma_f16(zeros[0][0], zero[0], zero[1], zero[2], zero[3], z[2 * (unit % 2)], z[2 * (unit % 2) + 1]);
     } else {
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
@@ -177,31 +182,31 @@ LKV_DEVICE void score_block(const uint8_t* page, const CodedQueries<D, NT, SINGL
 }
 
 template <int D, int BITS, int NT, bool SINGLE, int BLOCK = 0>
-LKV_DEVICE void score_page(const uint8_t* page, const CodedQueries<D, NT, SINGLE>& queries,
+LKV_DEVICE void score_page(int lane, const uint8_t* page, const CodedQueries<D, NT, SINGLE>& queries,
                            float (&codes)[NT][2][kChains][4], float (&zeros)[NT][2][4]) {
-  score_block<D, BITS, NT, SINGLE, BLOCK>(page, queries, codes, zeros);
+  score_block<D, BITS, NT, SINGLE, BLOCK>(lane, page, queries, codes, zeros);
   if constexpr (BLOCK + 1 < block_number(D)) {
-    score_page<D, BITS, NT, SINGLE, BLOCK + 1>(page, queries, codes, zeros);
+    score_page<D, BITS, NT, SINGLE, BLOCK + 1>(lane, page, queries, codes, zeros);
   }
 }
 
 // The high plane: words[kk][h] holds groups 2 h and 2 h + 1 of token pair 2 mt + kk, a token in each half.
 template <int C>
-LKV_DEVICE void load_high(uint32_t (&words)[2][C == 128 ? 2 : 1], const uint8_t* plane, int mt) {
+LKV_DEVICE void load_high(int lane, uint32_t (&words)[2][C == 128 ? 2 : 1], const uint8_t* plane, int mt) {
   uint32_t v[4];
   if constexpr (C == 128) {
-    load_words<16>(v, plane + 512 * mt + 16 * lane_id());
+    load_words<16>(v, plane + 512 * mt + 16 * lane);
 #pragma unroll
     for (int kk = 0; kk < 2; ++kk) {
       words[kk][0] = v[2 * kk];
       words[kk][1] = v[2 * kk + 1];
     }
   } else if constexpr (C == 64) {
-    load_words<8>(v, plane + 16 * lane_id() + 8 * mt);
+    load_words<8>(v, plane + 16 * lane + 8 * mt);
     words[0][0] = v[0];
     words[1][0] = v[1];
   } else {
-    load_words<4>(v, plane + 8 * lane_id() + 4 * mt);
+    load_words<4>(v, plane + 8 * lane + 4 * mt);
     words[0][0] = permute_bytes<0x4140>(v[0], 0u);
     words[1][0] = permute_bytes<0x4342>(v[0], 0u);
   }
@@ -234,12 +239,12 @@ LKV_DEVICE void load_low(uint32_t (&words)[2][C == 128 ? 2 : 1], const uint8_t* 
 //           0-7) and u + 2 (rows 8-15) of lane row r in group g. SINGLE: column c carries the scale of group c modulo
 //           D / 32, so of tile 2 g + u only column g means anything
 template <int D, int BITS, int NT, bool SINGLE, int MT, int BLOCK>
-LKV_DEVICE void value_block(const uint8_t* page, const uint8_t* low_plane, const uint32_t (&weights)[NT][4],
+LKV_DEVICE void value_block(int lane, const uint8_t* page, const uint8_t* low_plane, const uint32_t (&weights)[NT][4],
                             float (&out)[NT][D / 16][4]) {
   using Page = HeadPage<D, BITS>;
   constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK), GROUPS = C / 32, HALVES = C == 128 ? 2 : 1;
   constexpr int SCALED = SINGLE ? 1 : GROUPS;
-  const int r = lane_id() >> 2, t = lane_id() & 3;
+  const int r = lane >> 2, t = lane & 3;
   uint32_t w[NT][SCALED][2];
 #pragma unroll
   for (int g = 0; g < SCALED; ++g) {
@@ -253,7 +258,7 @@ LKV_DEVICE void value_block(const uint8_t* page, const uint8_t* low_plane, const
     }
   }
   uint32_t high[2][HALVES], low[2][HALVES];
-  load_high<C>(high, page + Page::kValueCodes + kPageTokens * START / 4, MT);
+  load_high<C>(lane, high, page + Page::kValueCodes + kPageTokens * START / 4, MT);
   if constexpr (BITS == 4) load_low<D, C>(low, low_plane + START / 4 + r * (C / 32) + t * (D / 4), MT);
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
@@ -287,10 +292,10 @@ LKV_DEVICE void value_block(const uint8_t* page, const uint8_t* low_plane, const
 
 // The values of half a page: tokens 16 MT .. 16 MT + 15.
 template <int D, int BITS, int NT, bool SINGLE, int MT, int BLOCK = 0>
-LKV_DEVICE void value_tile(const uint8_t* page, const uint8_t* low, const uint32_t (&weights)[NT][4],
+LKV_DEVICE void value_tile(int lane, const uint8_t* page, const uint8_t* low, const uint32_t (&weights)[NT][4],
                            float (&out)[NT][D / 16][4]) {
-  value_block<D, BITS, NT, SINGLE, MT, BLOCK>(page, low, weights, out);
-  if constexpr (BLOCK + 1 < block_number(D)) value_tile<D, BITS, NT, SINGLE, MT, BLOCK + 1>(page, low, weights, out);
+  value_block<D, BITS, NT, SINGLE, MT, BLOCK>(lane, page, low, weights, out);
+  if constexpr (BLOCK + 1 < block_number(D)) value_tile<D, BITS, NT, SINGLE, MT, BLOCK + 1>(lane, page, low, weights, out);
 }
 
 // 2^24 over the factor that the rows of channel i of a lane carry in `out`.

@@ -25,6 +25,12 @@ struct alignas(8) Vec2 {
 };
 
 LKV_DEVICE int lane_id() { return static_cast<int>(threadIdx.x & 31); }
+// The same number, of which the compiler forgets what it knows: what is made of it inside a loop is made anew in every
+// turn instead of being kept in registers.
+LKV_DEVICE int forget(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 LKV_DEVICE int thread_id() { return static_cast<int>(threadIdx.x); }
 LKV_DEVICE int block_threads() { return static_cast<int>(blockDim.x); }
 LKV_DEVICE int block_id() { return static_cast<int>(blockIdx.x); }
@@ -182,10 +188,17 @@ LKV_DEVICE void store_flag(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 LKV_DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
+// What this warp stored before (and synchronised) is seen by whoever sees the sum.
+LKV_DEVICE uint32_t atomic_add_release(uint32_t* p, uint32_t v) {
+  uint32_t old;
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+LKV_DEVICE void prefetch_line(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 LKV_DEVICE void atomic_add64(uint64_t* p, uint64_t v) {
   atomicAdd(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(v));
 }
-// Orders this warp's earlier stores (after sync_warp) before what the calling lane does next, for the whole device.
+// After an atomic operation: what others released before it is seen by this lane, and after sync_warp by its warp.
 LKV_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 LKV_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
