@@ -65,7 +65,7 @@ def _encode(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of ``x`` (fp32, clean) with one (scale, zero) along ``dim``, which stays as a dimension of size 1."""
     top = (1 << bits) - 1
     lo, hi = x.amin(dim, keepdim=True) + 0.0, x.amax(dim, keepdim=True)  # -0.0 becomes 0.0: amin may find either
-    scale = ((hi - lo) / top).half()
+    scale = ((hi - lo) / torch.full_like(lo, top)).half()  # by a tensor: CUDA divides by a number inexactly
     zero = lo.half()
     divisor = scale.float()
     steps = torch.round((x - zero.float()) / divisor.masked_fill(divisor == 0, 1.0)).clamp_(0, top)

@@ -1,0 +1,137 @@
+"""The CUDA kernels' logic without a GPU: the same sources compiled for the host, against the reference.
+
+Every lane of a warp runs as a fiber; matrix, shuffle and copy instructions are emulated. What this cannot show (races,
+the memory model, speed) the GPU tests do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+
+import pytest
+import torch
+from support.emulator import EmulatedKernels
+
+from loopkv.bench.kernel_reference import plain_bf16, reference_decode, relative_error
+from loopkv.engine.attention import KV, policy_attention
+from loopkv.kernels.cases import Case, CaseSpec, make_case
+from loopkv.kernels.descriptor import SeedMode
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++) to build the emulation")
+
+
+def _check_decode(case: Case, kernels: EmulatedKernels, cell: int) -> None:
+    pool = case.pool.clone()
+    kernels.hot_values.zero_()
+    out = kernels.decode(cell, pool=pool)
+    hot = 0
+    for row, tokens in enumerate(case.spec.tokens):
+        if tokens == 0:
+            assert bool(out[row].isnan().all())
+            continue
+        wanted = reference_decode(case, cell, row)
+        hot += wanted.hot or 0
+        usual = relative_error(plain_bf16(case, cell, row), reference_decode(case, cell, row, precision=False).o)
+        assert relative_error(out[row].float(), wanted.o) <= 2 * usual
+    assert int(kernels.hot_values) == hot
+    assert kernels.arrivals.abs().sum() == 0 and kernels.control[:2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "tau"), [(("share", "int4"), 14.0), (("int4", "int2"), None), (("int2", "bf16"), None)]
+)
+def test_decode_in_every_option(options: tuple[str, ...], tau: float | None) -> None:
+    case = make_case(CaseSpec((5, 321, 0, 1000), 1, 1, 128, options, tau, window_block_tokens=10))
+    kernels = EmulatedKernels(case)
+    for cell in range(2):
+        _check_decode(case, kernels, cell)
+
+
+def test_decode_without_bulk_copies() -> None:
+    case = make_case(CaseSpec((330, 700), 1, 1, 128, ("int4", "int2"), 14.0))
+    kernels = EmulatedKernels(case, bulk_copy=False)
+    for cell in range(2):
+        _check_decode(case, kernels, cell)
+
+
+def test_grouped_queries_and_two_channel_blocks() -> None:
+    case = make_case(CaseSpec((330, 700), 1, 3, 96, ("int4", "int2"), 14.0, history_block_tokens=64))
+    kernels = EmulatedKernels(case)
+    for cell in range(2):
+        _check_decode(case, kernels, cell)
+
+
+def test_the_same_bits_from_any_grid_seed_or_batch() -> None:
+    case = make_case(CaseSpec((700, 330, 520), 1, 1, 128, ("int4", "int4"), 14.0))
+    one, many = EmulatedKernels(case, blocks=1), EmulatedKernels(case, blocks=3)
+    pool = case.pool.clone()
+    wanted = one.decode(0, pool=pool)
+    # In the emulation blocks run one after the other: a split of the first block finds no sink of a later one and
+    # computes it itself.
+    assert torch.equal(many.decode(0, pool=pool), wanted)
+    assert torch.equal(one.decode(0, pool=pool, rows=slice(1, 2))[0], wanted[1])
+    plain = one.decode(0, pool=pool, precision=False)
+    assert torch.equal(one.decode(0, pool=pool, tau=math.inf, precision=True), plain)
+    assert not torch.equal(wanted, plain)
+    assert int(one.control[2]) == 4  # epochs: one a launch
+    none = one.decode(0, pool=pool, seed=SeedMode.NONE)
+    assert bool(none.isfinite().all())
+
+
+def test_pages_and_mixed_steps() -> None:
+    """A step of 40 new tokens a row: coded pages byte for byte, every query by its own boundary."""
+    case = make_case(CaseSpec((330, 20, 660), 1, 3, 96, ("share", "int4"), keep_exact=True, window_block_tokens=10))
+    kernels, policy = EmulatedKernels(case), case.layout.policy
+    counts = [40, 20, 40]
+    start = torch.tensor([0, 40, 60, 100], dtype=torch.int32)
+    before = dataclasses.replace(case, pool=case.pool.clone())
+    for row, tokens in enumerate(case.spec.tokens):
+        for page in range(policy.history_end(tokens - counts[row]) // 32, policy.history_end(tokens) // 32):
+            block = int(case.history_table[row, page // case.layout.pages_per_block])
+            before.history_view()[block, page % case.layout.pages_per_block] = 0x5A
+    kernels.code_pages(pool=before.pool, seq_lens=case.seq_lens, query_start=start)
+    assert torch.equal(case.history_pages(1, 0), before.history_pages(1, 0))
+    assert torch.equal(case.history_pages(1, 2), before.history_pages(1, 2))
+    for cell in range(2):
+        pairs = [
+            case.exact_kv(cell, row, range(n - c, n))
+            for row, (n, c) in enumerate(zip((330, 20, 660), counts, strict=True))
+        ]
+        k, v = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        rows = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+        q = (case.q[cell][rows].float() * (1 + 0.3 * torch.randn(100, 1, 1))).to(case.spec.dtype)
+        kernels.append(cell, k, v, pool=before.pool, seq_lens=case.seq_lens, query_start=start)
+        out = kernels.mixed(cell, q, k, v, pool=before.pool, seq_lens=case.seq_lens, query_start=start)
+        for row, tokens in enumerate(case.spec.tokens):
+            first = tokens - counts[row]
+            recent = policy.history_end(first + 1)
+            sink = before.exact_kv(cell, row, range(min(32, tokens)))
+            history = before.history_kv(cell, row) if tokens > 320 else (sink[0][:0], sink[1][:0])
+            exact = before.exact_kv(cell, row, range(min(recent, tokens), tokens))
+            segments = (KV(a.float()[None], b.float()[None]) for a, b in (sink, history, exact))
+            part = slice(int(start[row]), int(start[row + 1]))
+            wanted = policy_attention(q[part].float()[None], first, *segments, policy)[0]
+            error = (out[part].float() - wanted).norm(dim=(1, 2)) / wanted.norm(dim=(1, 2))
+            assert float(error.max()) < 6e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scalar_path(dtype: torch.dtype) -> None:
+    case = make_case(CaseSpec((5, 330, 0, 420), 1, 2, 64, ("int4", "int2"), 14.0, dtype=dtype))
+    kernels = EmulatedKernels(case)
+    view = case.window_view()
+    size = case.layout.window_block_tokens
+    for row, tokens in enumerate(case.spec.tokens):
+        if tokens:
+            block = int(case.window_table[row, (tokens - 1) // size])
+            for cell in range(2):
+                view[block, cell, 0, (tokens - 1) % size] = case.k_new[cell, row]
+                view[block, cell, 1, (tokens - 1) % size] = case.v_new[cell, row]
+    for cell in range(2):
+        out = kernels.scalar(cell, pool=case.pool)
+        for row, tokens in enumerate(case.spec.tokens):
+            if tokens:
+                error = relative_error(out[row].float(), reference_decode(case, cell, row).o)
+                assert error < (2e-6 if dtype == torch.float32 else 5e-3)
