@@ -42,7 +42,7 @@ class CudaStepOperators:
             layout, dtype, max_rows=max_rows, device=device, seed=SEED_MODES[seed], count_hot=layout.tau is not None
         )
         self._view: tuple[Step, StepView] | None = None
-        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=True)
+        self._host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arrived: torch.cuda.Event | None = None
         self._copied_at = 0.0
 
