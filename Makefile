@@ -11,7 +11,7 @@ STAMP := $(VENV)/.loopkv-installed
 CPU_ENGINE_ENV := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint test-unit test-flow test-engine test-gpu clean
+.PHONY: help install demo test lint test-unit test-flow test-engine test-gpu wheel clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,12 @@ test-engine: $(STAMP) ## the plugin inside the real vLLM engine, on the CPU
 
 test-gpu: ## kernels on a CUDA device (uses the current python3 where no environment was made)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -ra
+
+wheel: $(STAMP) ## dist/: a wheel that carries compiled kernels (needs nvcc; without it they are compiled on first use)
+	rm -rf build/lib build/bdist.*
+	$(PY) -m loopkv.kernels.build --release
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	$(PY) -m wheel tags --platform-tag linux_x86_64 --remove dist/loopkv-*-py3-none-any.whl
 
 clean: ## remove build products (the environment stays)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
