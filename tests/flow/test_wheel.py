@@ -1,4 +1,4 @@
-"""A wheel carries all that an installed package opens at run time: sources to compile, the reference model, documents."""
+"""A wheel carries what an installed package opens at run time: CUDA sources, the reference model, documents."""
 
 from __future__ import annotations
 
