@@ -175,6 +175,43 @@ _KINDS = (
         "KL_share, the unit of damage: the last-but-one loop reads the final loop's exact history",
     ),
     RecordKind(
+        "quality.served_kl_nats",
+        "nats",
+        ("arm", "dtype", "prompt_tokens"),
+        (
+            "policy_nats",
+            "ratio",
+            "ci95",
+            "top1",
+            "worst_nats",
+            "worst_document",
+            "worst_position",
+            "documents",
+            "positions",
+            "tau",
+            "runner",
+            "engine",
+        ),
+        "mean KL per token of the exact fp32 model against what an engine serves, tokens forced through decode steps "
+        "after a prompt of `prompt_tokens`; samples are documents; `ratio` is over `policy_nats`, and the arm `stock` "
+        "is the floor of the dtype",
+    ),
+    RecordKind(
+        "quality.policy_kl_nats",
+        "nats",
+        ("arm", "prompt_tokens"),
+        ("documents", "positions", "tau"),
+        "the same of the fp32 reference policy at the same positions; samples are documents",
+    ),
+    RecordKind(
+        "quality.byte_check",
+        "B",
+        ("arm", "dtype", "pages"),
+        ("compared_bytes", "first_difference", "tau"),
+        "bytes that differ between `pages` sampled history pages (all cells) as the engine stored them while serving "
+        "and the same tokens re-encoded by the reference codec at that moment",
+    ),
+    RecordKind(
         "tasks.accuracy",
         "share",
         ("arm", "suite", "task"),

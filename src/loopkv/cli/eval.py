@@ -6,7 +6,7 @@ import importlib
 
 import typer
 
-SUBCOMMANDS: tuple[str, ...] = ("eval_tasks", "eval_additivity")
+SUBCOMMANDS: tuple[str, ...] = ("eval_tasks", "eval_served", "eval_additivity")
 """Modules of this package with an ``add(group)`` function, in the order of the help text."""
 
 
