@@ -94,14 +94,14 @@ _KINDS = (
         "kernel.us",
         "us",
         ("kernel", "batch", "context_tokens"),
-        ("option", "head_dim", "kv_heads", "group_queries", "hot_share", "bytes"),
+        ("option", "head_dim", "kv_heads", "group_queries", "hot_share", "bytes", "tau", "seed_mode"),
         "median time of one launch; samples are single launches",
     ),
     RecordKind(
         "kernel.bandwidth_share",
         "share",
         ("kernel", "batch", "context_tokens"),
-        ("option", "head_dim", "kv_heads", "group_queries", "hot_share", "bytes", "copy_bytes_s"),
+        ("option", "head_dim", "kv_heads", "group_queries", "hot_share", "bytes", "tau", "seed_mode", "copy_bytes_s"),
         "bytes moved per second as a share of the copy bandwidth measured in the same run",
     ),
     RecordKind(

@@ -6,7 +6,7 @@ import importlib
 
 import typer
 
-COMMANDS: tuple[str, ...] = ("decode", "slo", "workload")
+COMMANDS: tuple[str, ...] = ("decode", "kernel", "slo", "workload")
 """Modules ``loopkv.cli.bench_<name>`` with a ``register(app)`` function, in the order of the help text."""
 
 
