@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 
-import harness  # noqa: F401 - sets the environment before vLLM is imported
+import harness  # sets the environment before vLLM is imported
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from support.plans import make_plan
 from vllm import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from loopkv.errors import LoopKVError, PlanFormatError, PlanMismatchError, PlanVersionError, UnsupportedError
+from loopkv.errors import (
+    LoopKVError,
+    ModelFormatError,
+    PlanFormatError,
+    PlanMismatchError,
+    PlanVersionError,
+    UnsupportedError,
+)
 from loopkv.geometry import Geometry
 from loopkv.reference import model_folder
 from loopkv.vllm_plugin import compat
@@ -98,6 +108,36 @@ FEATURES = {
 @pytest.mark.parametrize("said", FEATURES)
 def test_engine_features_that_are_not_served(plan_files, said):
     assert said in refusal({"plan": plan_files["memory"]}, **FEATURES[said])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_sliding_window": True, "sliding_window": 64},
+        {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"final_logit_softcapping": 30.0},
+        {"early_exit_threshold": 0.5},
+    ],
+    ids=str,
+)
+def test_settings_that_the_model_does_not_implement(change):
+    name = next(iter(change))
+    assert f"{name}, got" in refusal({"plan": "kivi4"}, hf_overrides=change)
+
+
+def test_tensors_that_would_be_left_out(plan_files, tmp_path):
+    """vLLM's own loader passes over biases that a model has no place for."""
+    folder = shutil.copytree(model_folder(), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(384)
+    save_file(tensors, folder / "model.safetensors")
+    said = "1 tensor that the forward pass leaves out, such as model.layers.0.self_attn.q_proj.bias"
+    assert said in refusal({"plan": plan_files["memory"]}, ModelFormatError, model=str(folder))  # before any weight
+    with pytest.raises(ModelFormatError) as caught:  # a plan by name does not look at weights: the loader refuses
+        harness.ServedEngine(None, model=str(folder), settings={"plan": "kivi4"})
+    assert said in str(caught.value)
 
 
 def test_sleep_mode():

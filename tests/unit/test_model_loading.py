@@ -1,6 +1,8 @@
 """Checkpoint folders are hostile input: each fault is one sentence that names it."""
 
 import json
+import os
+import re
 import shutil
 
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from loopkv import reference
 from loopkv.errors import LoopKVError, ModelFormatError, UnsupportedError
 from loopkv.models import fingerprint_model, load_model, load_tokenizer
+from loopkv.models.settings import NEUTRAL
 
 
 @pytest.fixture
@@ -60,6 +63,9 @@ def test_the_fingerprint_follows_the_weights(folder):
         ({"total_ut_steps": 1024, "num_hidden_layers": 4096}, ModelFormatError, "4194304 cells"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, UnsupportedError, "yarn"),
         ({"tie_word_embeddings": False}, ModelFormatError, r"no tensor lm_head\.weight"),
+        ({"rope_theta": float("inf"), "rope_parameters": None}, ModelFormatError, "rope_theta"),
+        ({"rope_theta": ..., "rope_parameters": ...}, ModelFormatError, "rope_theta"),
+        ({"num_hidden_layers": 3}, ModelFormatError, r"11 tensors .* such as model\.layers\.3\.input_layernorm"),
     ],
 )
 def test_a_broken_config_is_named(folder, change, error, words):
@@ -106,3 +112,148 @@ def test_weights_of_other_kinds_are_refused(folder, dtype):
     edit_weights(folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(dtype)}))
     with pytest.raises(ModelFormatError, match=str(dtype).removeprefix("torch.")):
         load_model(folder)
+
+
+FULL = ["full_attention"] * 4
+NOT_OURS = [
+    {"use_sliding_window": True, "sliding_window": 1024},
+    {"layer_types": [*FULL[1:], "sliding_attention"]},
+    {"layer_types": "sliding_attention"},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"qkv_bias": True},
+    {"use_qk_norm": True},
+    {"clip_qkv": 8.0},
+    {"partial_rotary_factor": 0.5},
+    {"rotary_pct": 0.25},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}},
+    {"rope_parameters": {"full_attention": {"rope_theta": 5e4}, "sliding_attention": {"rope_theta": 1e4}}},
+    {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_scaling": "yarn"},
+    {"hidden_act": "gelu_pytorch_tanh"},
+    {"hidden_act": None},
+    {"final_logit_softcapping": 30.0},
+    {"attn_logit_softcapping": 50.0},
+    {"logit_scale": 0.0625},
+    {"embedding_multiplier": 12},
+    {"query_pre_attn_scalar": 256},
+    {"num_experts": 8},
+    {"early_exit_threshold": 0.9},
+    {"early_exit_threshold": float("nan")},
+    {"early_exit_step": 2},
+    {"is_encoder_decoder": True},
+    {"quantization_config": {"quant_method": "awq", "bits": 4}},
+]
+
+
+@pytest.mark.parametrize("change", NOT_OURS, ids=str)
+def test_settings_that_the_forward_pass_does_not_implement_are_refused(folder, change):
+    """Each loads without a missing tensor, and would answer as another model."""
+    edit_config(folder, **change)
+    (name, value), *_ = change.items()
+    for load in (load_model, fingerprint_model):
+        with pytest.raises(UnsupportedError, match=rf"config\.json: {name}.* got .*wanted ") as caught:
+            load(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_settings_that_are_off_stay_accepted(folder):
+    """Those of a released Ouro, and the neutral value of everything that is checked."""
+    edit_config(
+        folder,
+        sliding_window=4096,
+        max_window_layers=4,
+        layer_types=FULL,
+        early_exit_threshold=1.0,
+        early_exit_step=4,
+        rope_scaling={"rope_type": "default", "partial_rotary_factor": 1.0, "factor": None},
+    )
+    load_model(folder)
+    for choose in (min, max):  # the first neutral value of each setting, then the last
+        edit_config(folder, **{name: values[choose(0, len(values) - 1)] for name, values in NEUTRAL.items()})
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.mlp.up_proj.bias",
+        "model.layers.2.self_attn.q_norm.weight",
+        "lm_head.bias",
+        "model.layers.4.input_layernorm.weight",
+        "model.adapter.weight",
+        "unheard_of",
+    ],
+)
+def test_tensors_that_would_be_left_out_are_refused(folder, name):
+    edit_weights(folder, lambda t: t.update({name: torch.zeros(3), f"{name}.second": torch.zeros(1)}))
+    for load in (load_model, fingerprint_model):
+        with pytest.raises(ModelFormatError, match=rf"2 tensors .* such as {re.escape(name)}"):
+            load(folder)
+
+
+def test_tensors_known_to_be_unused_are_accepted(folder):
+    def add(tensors):
+        tensors["model.early_exit_gate.weight"] = torch.ones(1, 384)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # of a tied checkpoint
+
+    edit_weights(folder, add)
+    load_model(folder)
+    edit_weights(folder, lambda t: t["lm_head.weight"].add_(1))
+    with pytest.raises(ModelFormatError, match=r"lm_head\.weight, got other values than model\.embed_tokens"):
+        load_model(folder)
+
+
+def test_shards(folder):
+    """Shards by their index; shards that are missing, empty of a tensor or repeated are named."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    (folder / "model.safetensors").unlink()
+    halves = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    for file, its in halves.items():
+        save_file({name: tensors[name] for name in its}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: file for file, its in halves.items() for name in its}}))
+    reference_logits, ids = [load_model(f) for f in (reference.model_folder(), folder)], torch.arange(5)[None]
+    assert torch.equal(*(model.embed(ids) for model in reference_logits))
+
+    (folder / "b.safetensors").rename(folder / "c.safetensors")
+    with pytest.raises(ModelFormatError, match=r"no b\.safetensors, wanted every shard"):
+        load_model(folder)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    with pytest.raises(ModelFormatError, match="no tensor model"):
+        load_model(folder)
+    for broken in ("[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        index.write_text(broken)
+        with pytest.raises(ModelFormatError, match="index"):
+            load_model(folder)
+    index.write_text('{"weight_map": {}}')
+    with pytest.raises(ModelFormatError, match=r"no \*\.safetensors"):
+        load_model(folder)
+    index.unlink()
+    save_file({names[0]: tensors[names[0]]}, folder / "twice.safetensors")
+    with pytest.raises(ModelFormatError, match=r"a\.safetensors and twice\.safetensors"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", "{}", "", '{"model_type": "ouro"}', "[" * 100_000])
+def test_a_config_that_is_none_is_one_sentence(folder, content):
+    (folder / "config.json").write_text(content)
+    for load in (load_model, fingerprint_model):
+        with pytest.raises(ModelFormatError, match=r"config\.json") as caught:
+            load(folder)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_pipes_in_a_model_folder_do_not_block(folder):
+    for name, words in (("config.json", "a pipe"), ("model.safetensors", r"no model\.safetensors")):
+        kept = (folder / name).read_bytes()
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(ModelFormatError, match=words):
+            load_model(folder)
+        (folder / name).unlink()
+        (folder / name).write_bytes(kept)
+    load_model(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,12 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from loopkv.artifacts.storage import read_json
 from loopkv.errors import ModelFormatError, UnsupportedError
 from loopkv.geometry import MAX_CELLS
-
-LOOP_KEYS = ("total_ut_steps", "num_loops", "mean_recurrence", "loop_num", "num_recurrent_steps")
+from loopkv.models.settings import check_settings
 
 
 class OuroConfig(BaseModel):
-    """The fields of an Ouro config that decide its forward pass; unknown ones are ignored."""
+    """The fields of an Ouro config that our forward pass reads; ``check_settings`` refuses what it would leave out."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -27,8 +27,7 @@ class OuroConfig(BaseModel):
     num_key_value_heads: int = Field(ge=1, le=4096)
     total_ut_steps: int = Field(ge=1, le=1024)
     head_dim: int | None = Field(default=None, ge=1, le=4096)
-    hidden_act: str = "silu"
-    max_position_embeddings: int = Field(default=4096, ge=1)
+    max_position_embeddings: int = Field(default=4096, ge=1, le=1 << 30)
     rms_norm_eps: float = Field(default=1e-6, gt=0, lt=1)
     rope_theta: float | None = Field(default=None, gt=0)
     rope_parameters: dict[str, Any] | None = None
@@ -57,13 +56,10 @@ class OuroConfig(BaseModel):
 
     @property
     def rope_base(self) -> float:
-        """Rotary base; plain RoPE only."""
+        """Rotary base; plain RoPE over the whole head only."""
         parameters = self.rope_parameters or self.rope_scaling or {}
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default":
-            raise UnsupportedError("rotary embedding", got=repr(kind), wanted="'default'")
         theta = parameters.get("rope_theta", self.rope_theta)
-        if not isinstance(theta, int | float) or not theta > 0:
+        if not isinstance(theta, int | float) or not 0 < theta < math.inf:
             raise ModelFormatError("config.json: rope_theta", got=theta, wanted="a number > 0")
         return float(theta)
 
@@ -84,11 +80,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def parse_ouro_config(data: dict[str, Any], where: str) -> OuroConfig:
-    """Validate an Ouro config; a missing loop count is reported as such."""
+    """Validate an Ouro config.
+
+    Raises:
+        ModelFormatError: a field that is missing or makes no sense.
+        UnsupportedError: a setting that the forward pass does not implement.
+    """
     if "total_ut_steps" not in data:
         raise ModelFormatError(f"{where}: total_ut_steps", got="nothing", wanted="the number of loops")
+    check_settings(data, where)
     try:
-        return OuroConfig.model_validate(data)
+        config = OuroConfig.model_validate(data)
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -96,3 +98,5 @@ def parse_ouro_config(data: dict[str, Any], where: str) -> OuroConfig:
         if not field:
             raise ModelFormatError(f"{where}: {wanted}") from None
         raise ModelFormatError(f"{where}: {field}", got=repr(first["input"])[:80], wanted=wanted) from None
+    _ = config.rope_base  # a config without a usable one is refused here, not at the first token
+    return config

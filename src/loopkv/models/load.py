@@ -3,50 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from loopkv.artifacts import Fingerprint
 from loopkv.errors import ModelFormatError, UnsupportedError
-from loopkv.geometry import Geometry
 from loopkv.models.base import LoopedModel
-from loopkv.models.config import parse_ouro_config, read_config
-from loopkv.models.ouro import OuroModel, ouro_geometry
+from loopkv.models.checkpoint import Checkpoint, weight_files
+from loopkv.models.config import OuroConfig, parse_ouro_config, read_config
+from loopkv.models.ouro import (
+    EMBEDDING_TENSOR,
+    HEAD_TENSOR,
+    OuroModel,
+    is_unused_tensor,
+    ouro_geometry,
+    ouro_tensors,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL_TYPES = ("ouro",)
-WEIGHT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ModelFormatError(f"{index}", got="no weight_map", wanted="a safetensors index") from None
-        files = [folder / str(name) for name in names]
-        if any(file.parent != folder for file in files):
-            raise ModelFormatError(f"{index}", got="a shard outside the model folder")
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelFormatError(f"model {folder}", got="no *.safetensors file", wanted="safetensors weights")
-    for file in files:
-        if not file.is_file():
-            raise ModelFormatError(f"model {folder}", got=f"no {file.name}", wanted="every shard of the index")
-    return files
-
-
-def _read_geometry(folder: Path) -> Geometry:
+def _read_config(folder: Path) -> OuroConfig:
     config = read_config(folder)
     if config["model_type"] != "ouro":
         raise UnsupportedError(
@@ -55,24 +37,48 @@ def _read_geometry(folder: Path) -> Geometry:
             wanted=", ".join(MODEL_TYPES),
             hint="LoopKV compresses looped transformers; a model without loops has no cells to choose for",
         )
-    return ouro_geometry(parse_ouro_config(config, f"{folder}/config.json"))
+    return parse_ouro_config(config, f"{folder}/config.json")
+
+
+def _open_checkpoint(folder: Path, config: OuroConfig) -> Checkpoint:
+    """The weights of ``folder``; a tensor too many or too few is refused before any is read."""
+    checkpoint = Checkpoint(folder)
+    try:
+        checkpoint.check_names(ouro_tensors(config), lambda name: is_unused_tensor(name, config.tie_word_embeddings))
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
 
 
 def fingerprint_model(folder: Path | str) -> Fingerprint:
-    """Identity of the checkpoint in ``folder``: geometry, and SHA-256 of weights and tokenizer files."""
+    """Identity of the checkpoint in ``folder``: geometry, and SHA-256 of weights and tokenizer files.
+
+    Raises:
+        ModelFormatError: missing or broken files, tensors missing or unknown.
+        UnsupportedError: another architecture, or a setting that the forward pass does not implement.
+    """
     folder = Path(folder)
-    geometry = _read_geometry(folder)
+    config = _read_config(folder)
+    _open_checkpoint(folder, config).close()
     weights = hashlib.sha256()
-    for file in _weight_files(folder):
-        with file.open("rb") as handle:
-            weights.update(hashlib.file_digest(handle, "sha256").digest())
+    for file in weight_files(folder):
+        weights.update(_file_sha256(file))
     tokenizer = folder / "tokenizer.json"
     return Fingerprint(
         name=folder.resolve().name,
-        geometry=geometry,
+        geometry=ouro_geometry(config),
         weights_sha256=weights.hexdigest(),
-        tokenizer_sha256=hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None,
+        tokenizer_sha256=_file_sha256(tokenizer).hex() if tokenizer.is_file() else None,
     )
+
+
+def _file_sha256(file: Path) -> bytes:
+    try:
+        with file.open("rb") as handle:
+            return hashlib.file_digest(handle, "sha256").digest()
+    except OSError as problem:
+        raise ModelFormatError(f"{file}", got=problem.strerror, wanted="a readable file") from None
 
 
 def load_model(
@@ -86,27 +92,27 @@ def load_model(
         device: where it runs.
 
     Raises:
-        ModelFormatError: missing files, wrong shapes, weights that are not finite.
-        UnsupportedError: another architecture.
+        ModelFormatError: missing files, wrong shapes, tensors missing or unknown, weights that are not finite.
+        UnsupportedError: another architecture, or a setting that the forward pass does not implement.
     """
     folder = Path(folder)
-    _read_geometry(folder)
-    config = parse_ouro_config(read_config(folder), f"{folder}/config.json")
-    tensors: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for key in handle.keys():  # noqa: SIM118 - not a dict
-                    tensors[key] = handle.get_tensor(key)
-        except (SafetensorError, OSError) as problem:
-            raise ModelFormatError(f"weights {file}", got=str(problem)[:120], wanted="a safetensors file") from None
-    return OuroModel(
-        config,
-        lambda name, shape: _take(tensors, name, shape, folder),
-        folder.resolve().name,
-        dtype,
-        torch.device(device),
-    )
+    config = _read_config(folder)
+    with _open_checkpoint(folder, config) as checkpoint:
+        _check_tied_head(checkpoint, config)
+        return OuroModel(config, checkpoint.take, folder.resolve().name, dtype, torch.device(device))
+
+
+def _check_tied_head(checkpoint: Checkpoint, config: OuroConfig) -> None:
+    """A tied checkpoint may carry the head too; two different ones leave open which was trained."""
+    if not config.tie_word_embeddings or HEAD_TENSOR not in checkpoint:
+        return
+    shape = (config.vocab_size, config.hidden_size)
+    if not torch.equal(checkpoint.take(HEAD_TENSOR, shape), checkpoint.take(EMBEDDING_TENSOR, shape)):
+        raise ModelFormatError(
+            f"weights of {checkpoint.folder}: {HEAD_TENSOR}",
+            got=f"other values than {EMBEDDING_TENSOR}, although tie_word_embeddings is true",
+            wanted="equal ones, or tie_word_embeddings false",
+        )
 
 
 def resolve_device(name: str) -> torch.device:
@@ -125,20 +131,6 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in {"cpu", "cuda"}:
         raise UnsupportedError("device", got=repr(name), wanted="cpu or cuda")
     return device
-
-
-def _take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], folder: Path) -> Tensor:
-    if name not in tensors:
-        raise ModelFormatError(f"weights of {folder}", got=f"no tensor {name}", wanted=f"shape {list(shape)}")
-    tensor = tensors[name]
-    if tuple(tensor.shape) != shape:
-        raise ModelFormatError(f"weights of {folder}: {name}", got=list(tensor.shape), wanted=list(shape))
-    if tensor.dtype not in WEIGHT_DTYPES:  # 8-bit floats come with scales, without which they are other weights
-        got = str(tensor.dtype).removeprefix("torch.")
-        raise ModelFormatError(f"weights of {folder}: {name}", got=got, wanted="floats of 16, 32 or 64 bits")
-    if not bool(torch.isfinite(tensor).all()):
-        raise ModelFormatError(f"weights of {folder}: {name}", got="values that are not finite", wanted="floats")
-    return tensor
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:

@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 
-from loopkv.errors import UnsupportedError
 from loopkv.geometry import Geometry
 from loopkv.models.base import Attend, Rotary
 from loopkv.models.config import OuroConfig
+
+EMBEDDING_TENSOR = "model.embed_tokens.weight"
+HEAD_TENSOR = "lm_head.weight"
+NORMS = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
 
 TakeTensor = Callable[[str, tuple[int, ...]], Tensor]
 """``take(name, shape)``: the checkpoint's tensor, shape and finiteness checked."""
@@ -43,40 +46,37 @@ class OuroModel:
     """Ouro in plain PyTorch; see ``loopkv.models.base.LoopedModel`` for the contract."""
 
     def __init__(self, config: OuroConfig, take: TakeTensor, name: str, dtype: torch.dtype, device: torch.device):
-        if config.hidden_act != "silu":
-            raise UnsupportedError("hidden_act", got=config.hidden_act, wanted="silu")
         self.config, self.name, self.dtype, self.device = config, name, dtype, device
         self.vocab_size, self.max_positions = config.vocab_size, config.max_position_embeddings
         eos = config.eos_token_id
         self.eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
         self.geometry = ouro_geometry(config)
-        hidden, dim = config.hidden_size, config.attention_head_dim
+        dim = config.attention_head_dim
         self._q_size, self._kv_size = config.num_attention_heads * dim, config.num_key_value_heads * dim
         frequencies = torch.arange(0, dim, 2, dtype=torch.float64) / dim
         self._inverse_frequency = (config.rope_base**-frequencies).to(device)
 
-        def get(key: str, *shape: int) -> Tensor:
-            return take(key, shape).to(device=device, dtype=dtype)
+        shapes = ouro_tensors(config)
 
-        self._embedding = get("model.embed_tokens.weight", config.vocab_size, hidden)
-        self._norm = get("model.norm.weight", hidden)
-        self._head = self._embedding if config.tie_word_embeddings else get("lm_head.weight", config.vocab_size, hidden)
+        def get(key: str) -> Tensor:
+            return take(key, shapes[key]).to(device=device, dtype=dtype)
+
+        self._embedding = get(EMBEDDING_TENSOR)
+        self._norm = get("model.norm.weight")
+        self._head = self._embedding if config.tie_word_embeddings else get(HEAD_TENSOR)
         self._layers = []
         for i in range(config.num_hidden_layers):
             p = f"model.layers.{i}."
-            heads = [get(f"{p}self_attn.q_proj.weight", self._q_size, hidden)]
-            heads += [get(f"{p}self_attn.{x}_proj.weight", self._kv_size, hidden) for x in "kv"]
-            mlp = [get(f"{p}mlp.{x}_proj.weight", config.intermediate_size, hidden) for x in ("gate", "up")]
             self._layers.append(
                 _Layer(
-                    input_norm=get(f"{p}input_layernorm.weight", hidden),
-                    input_norm_2=get(f"{p}input_layernorm_2.weight", hidden),
-                    post_norm=get(f"{p}post_attention_layernorm.weight", hidden),
-                    post_norm_2=get(f"{p}post_attention_layernorm_2.weight", hidden),
-                    qkv=torch.cat(heads),
-                    out=get(f"{p}self_attn.o_proj.weight", hidden, self._q_size),
-                    gate_up=torch.cat(mlp),
-                    down=get(f"{p}mlp.down_proj.weight", hidden, config.intermediate_size),
+                    input_norm=get(f"{p}input_layernorm.weight"),
+                    input_norm_2=get(f"{p}input_layernorm_2.weight"),
+                    post_norm=get(f"{p}post_attention_layernorm.weight"),
+                    post_norm_2=get(f"{p}post_attention_layernorm_2.weight"),
+                    qkv=torch.cat([get(f"{p}self_attn.{x}_proj.weight") for x in "qkv"]),
+                    out=get(f"{p}self_attn.o_proj.weight"),
+                    gate_up=torch.cat([get(f"{p}mlp.{x}_proj.weight") for x in ("gate", "up")]),
+                    down=get(f"{p}mlp.down_proj.weight"),
                 )
             )
 
@@ -114,6 +114,36 @@ class OuroModel:
         wide = x.to(work)
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return scaled.to(x.dtype) * weight
+
+
+def ouro_tensors(config: OuroConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor that the forward pass reads, by its name in the checkpoint."""
+    hidden, dim, wide = config.hidden_size, config.attention_head_dim, config.intermediate_size
+    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING_TENSOR: (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes[HEAD_TENSOR] = (config.vocab_size, hidden)
+    for i in range(config.num_hidden_layers):
+        p = f"model.layers.{i}."
+        shapes |= {f"{p}self_attn.{x}_proj.weight": (rows, hidden) for x, rows in (("q", q), ("k", kv), ("v", kv))}
+        shapes[f"{p}self_attn.o_proj.weight"] = (hidden, q)
+        shapes |= {f"{p}mlp.{x}_proj.weight": (wide, hidden) for x in ("gate", "up")}
+        shapes[f"{p}mlp.down_proj.weight"] = (hidden, wide)
+        shapes |= {f"{p}{norm}.weight": (hidden,) for norm in NORMS}
+    return shapes
+
+
+def is_unused_tensor(name: str, tied: bool) -> bool:
+    """Whether a checkpoint may hold ``name`` though the forward pass does not read it.
+
+    Those are the exit gate (all loops always run), rotary tables (computed anew) and the head of a tied checkpoint.
+    """
+    if name.startswith("model.early_exit_gate.") or name.endswith(".rotary_emb.inv_freq"):
+        return True
+    return tied and name == HEAD_TENSOR
 
 
 def ouro_geometry(config: OuroConfig) -> Geometry:

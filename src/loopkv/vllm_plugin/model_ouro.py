@@ -6,7 +6,7 @@ and the last one is read out. Without a plan, the registered class builds vLLM's
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,9 @@ from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from loopkv.geometry import Cell, Geometry
+from loopkv.models.checkpoint import refuse_unknown
 from loopkv.models.config import parse_ouro_config
+from loopkv.models.ouro import is_unused_tensor, ouro_tensors
 from loopkv.vllm_plugin.cells import CellCache
 from loopkv.vllm_plugin.served import get_served
 
@@ -42,8 +44,6 @@ class OuroMLP(nn.Module):
 
     def __init__(self, config: PretrainedConfig, prefix: str) -> None:
         super().__init__()
-        if config.hidden_act != "silu":
-            raise ValueError(f"hidden_act {config.hidden_act!r} is not supported, only 'silu'")
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, [config.intermediate_size] * 2, bias=False, prefix=f"{prefix}.gate_up_proj"
         )
@@ -258,9 +258,21 @@ class OuroForCausalLM(nn.Module, SupportsLoRA):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint; returns the parameters that were set."""
-        skipped = ["model.early_exit_gate."] + (["lm_head."] if self.config.tie_word_embeddings else [])
-        loaded: set[str] = AutoWeightsLoader(self, skip_prefixes=skipped).load_weights(
-            weights, mapper=self.hf_to_vllm_mapper
-        )
+        """Load a checkpoint; returns the parameters that were set.
+
+        Raises:
+            ModelFormatError: tensors that this model would leave out (vLLM's loader passes over unknown biases).
+        """
+        config = parse_ouro_config(self.config.to_dict(), "model config")
+        known, unknown = frozenset(ouro_tensors(config)), []
+
+        def known_ones() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name in known:
+                    yield name, tensor
+                elif not is_unused_tensor(name, config.tie_word_embeddings):
+                    unknown.append(name)
+
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(known_ones(), mapper=self.hf_to_vllm_mapper)
+        refuse_unknown(unknown, "weights")
         return loaded
