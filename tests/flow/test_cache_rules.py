@@ -140,6 +140,29 @@ def test_a_request_dropped_in_its_own_pass_leaves_only_what_it_computed() -> Non
             crowd_out(more)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("faulty_step", [0, 2, 5])
+def test_a_request_whose_logits_were_nan_leaves_nothing_to_hit(overlap: bool, faulty_step: int) -> None:
+    """Found in the first chunk, in the middle or in decode: nothing that it holds is hit, not even once it recovers."""
+    run = EngineFreeRun(engine(more_blocks=400, overlap=overlap))
+    prompt = words(900)
+    name = run.add(prompt, 60)
+    for step in range(12):
+        run.step()
+        run.work[name].request.num_nans_in_logits = int(step == faulty_step)
+    held = [*run.history.req_to_blocks[name], *run.window.req_to_blocks[name]]
+    assert not {block.block_id for block in held} & hashed_blocks(run)
+    run.add(prompt, 5, seed=1)  # beside the faulty request, and again when both are gone
+    run.step()
+    run.drain()
+    # Blocks that had left its window before stay: 32 * floor((n - 256) / 32) tokens of the n before the fault.
+    assert run.hits[0] == 0 and run.hits[1] <= max(0, 256 * min(faulty_step, 3) - 256)
+    assert not (run.history._corrupt or run.window._corrupt)
+    run.add(prompt, 5, seed=2)  # the sound computation of the same prompt is hit as ever
+    run.drain()
+    assert run.hits[2] == 896
+
+
 # -- hits -------------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,9 @@ POLICIES = (
     Policy(sink_tokens=32, window_tokens=100, page_tokens=16),
 )
 HISTORY_BLOCKS = (32, 64, 128, 256)
-WINDOW_BLOCKS = (10, 8, 5, 4, 12, 16, 32, 6, 7)
+WINDOW_BLOCKS = (10, 8, 5, 4, 12, 16, 32, 6, 7)  # what layouts choose, mostly
+OTHER_WINDOW_BLOCKS = tuple(tokens for tokens in range(4, 33) if tokens not in WINDOW_BLOCKS)
+BLOCK_PAIRS = len(HISTORY_BLOCKS) * len(WINDOW_BLOCKS)  # both numbers are coprime: so many seeds take every pair
 CHUNKS = (256, 16, 64, 128, 100)
 
 
@@ -86,11 +88,18 @@ def smallest_pool(engine: EngineSettings) -> int:
     return sum(spec.max_memory_usage_bytes(config) for spec in specs.values()) // engine.block_bytes
 
 
+def window_block(seed: int) -> int:
+    """Window block of a trace: every pair with a history block first, then every other size from 4 to 32 tokens."""
+    if seed < BLOCK_PAIRS:
+        return WINDOW_BLOCKS[seed % len(WINDOW_BLOCKS)]
+    return OTHER_WINDOW_BLOCKS[seed % len(OTHER_WINDOW_BLOCKS)]
+
+
 def trace_settings(seed: int) -> TraceSettings:
     """Trace number ``seed``: history and window blocks, chunk and policy take all their values in turn."""
     rng = random.Random(seed)
     policy = POLICIES[seed // 4 % len(POLICIES)]
-    residency = Residency(policy, HISTORY_BLOCKS[seed % 4], WINDOW_BLOCKS[seed % len(WINDOW_BLOCKS)])
+    residency = Residency(policy, HISTORY_BLOCKS[seed % 4], window_block(seed))
     chunk = min(CHUNKS[seed % len(CHUNKS)], policy.max_exact_chunk_tokens)
     engine = EngineSettings(
         residency,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
@@ -150,6 +151,13 @@ def check_engine_features(vllm_config: VllmConfig) -> None:
             "the plan's damage was measured on unquantised weights",
         ),
         (model.runner_type != "generate", "pooling", model.runner_type, "generate", "serve without a plan"),
+        (
+            bool(envs.VLLM_USE_BREAKABLE_CUDAGRAPH),
+            "VLLM_USE_BREAKABLE_CUDAGRAPH",
+            1,
+            0,
+            "prefill steps would be captured with one step's metadata",
+        ),
         (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", True, False, "drop the option"),
     )
     for refused, what, got, wanted, hint in checks:
@@ -163,7 +171,6 @@ def model_fingerprint(model_config: ModelConfig) -> Fingerprint:
     from loopkv.models.ouro import ouro_geometry
 
     config = parse_ouro_config(model_config.hf_config.to_dict(), f"config of {model_config.model}")
-    _ = config.rope_base  # refuses scaled RoPE: no plan was profiled with it
     return Fingerprint(name=str(model_config.model)[:512], geometry=ouro_geometry(config))
 
 

@@ -57,7 +57,7 @@ class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
         context = vllm_config.compilation_config.static_forward_context
         layers = [context[name] for name in layer_names]
         # one of the two groups tells the cache that a step begins
-        self._on_step: Callable[[Tensor | None], None] | None = next(
+        self._on_step: Callable[[Tensor | None, int], None] | None = next(
             (layer.owner.on_step for layer in layers if layer.leads), None
         )
 
@@ -71,7 +71,7 @@ class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
         assert common_prefix_len == 0, "cascade attention is not supported"
         common = common_attn_metadata
         if self._on_step is not None:
-            self._on_step(common.seq_lens_cpu_upper_bound)
+            self._on_step(common.seq_lens_cpu_upper_bound, common.max_query_len)
         return GroupMetadata(
             block_table=common.block_table_tensor,
             seq_lens=common.seq_lens,

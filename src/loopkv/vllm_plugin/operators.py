@@ -43,8 +43,12 @@ class Operators(Protocol):
         """
         ...
 
-    def publish(self) -> None:
-        """Make counts visible to other processes; called on the host once a step, graphs included. Never waits."""
+    def publish(self, decode_pages: int) -> None:
+        """Make counts visible to other processes; called on the host once a step, graphs included. Never waits.
+
+        Args:
+            decode_pages: history pages of all rows if each has one new token (what V precision decides on); else 0.
+        """
         ...
 
 

@@ -133,8 +133,8 @@ class CpuOperators:
                     self._write_pages(step.pool, cell, places, keys, values)
         self.counters.add("pages_coded", sum(len(row.leaving.block) + len(row.late.block) for row in self._rows))
 
-    def publish(self) -> None:
-        """See ``Operators.publish``: every step publishes with its last cell."""
+    def publish(self, decode_pages: int) -> None:
+        """See ``Operators.publish``: every step counts for itself and publishes with its last cell."""
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:
         """See ``Operators.attend``."""

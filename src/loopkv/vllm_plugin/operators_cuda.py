@@ -13,10 +13,11 @@ from torch import Tensor
 from loopkv.kernels.descriptor import SeedMode
 from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.layout import Layout
+from loopkv.options import INT4
 from loopkv.vllm_plugin.metrics import Counters
 from loopkv.vllm_plugin.step import Step
 
-COPY_SECONDS = 1.0
+COPY_SECONDS = 0.25
 """Least time between two copies of the device counters."""
 
 SEED_MODES = {"sink": SeedMode.SINK, "timed": SeedMode.TIMED, "none": SeedMode.NONE}
@@ -42,6 +43,10 @@ class CudaStepOperators:
             layout, dtype, max_rows=max_rows, device=device, seed=SEED_MODES[seed], count_hot=layout.tau is not None
         )
         self._view: tuple[Step, StepView] | None = None
+        reads = [layout.cells[place.holder].option == INT4 for place in layout.cells]
+        decided = layout.policy.page_tokens * layout.geometry.kv_heads * sum(reads)
+        self._values_per_page = 0 if layout.tau is None else decided
+        self._decode_values = self._copied_values = 0
         self._host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arrived: torch.cuda.Event | None = None
         self._copied_at = 0.0
@@ -54,10 +59,15 @@ class CudaStepOperators:
         """See ``Operators.attend``."""
         self.kernels.attend(cell, q, k, v, out, self._step_view(step), max_queries=step.max_query_tokens)
 
-    def publish(self) -> None:
-        """See ``Operators.publish``. Runs between steps, never inside a graph."""
+    def publish(self, decode_pages: int) -> None:
+        """See ``Operators.publish``. Runs before a step is launched, never inside a graph."""
         if torch.cuda.is_current_stream_capturing():
             return
+        self._copy_counters()
+        self._decode_values += decode_pages * self._values_per_page
+
+    def _copy_counters(self) -> None:
+        """Publish the counters that have arrived; now and then ask the device for those of the steps before this."""
         if self._arrived is not None:
             if not self._arrived.query():
                 return
@@ -66,10 +76,11 @@ class CudaStepOperators:
             self.counters.set("pages_coded", pages)
             self.counters.set("clamped_values", clamped)
             self.counters.set("hot_values", hot)
+            self.counters.set("decode_values", self._copied_values)
             self.counters.flush()
         now = time.monotonic()
         if now - self._copied_at >= COPY_SECONDS:
-            self._copied_at = now
+            self._copied_at, self._copied_values = now, self._decode_values
             self._host[:2].copy_(self.kernels.code_counters, non_blocking=True)
             self._host[2:].copy_(self.kernels.hot_values, non_blocking=True)
             self._arrived = torch.cuda.Event()

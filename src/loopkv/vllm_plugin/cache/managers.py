@@ -6,6 +6,8 @@ What differs from vLLM's full-attention and sliding-window managers:
   request of the same step could hit blocks that are not written yet; coding reads blocks at the *start* of a step, and
   shared cells read pages that a later loop writes, so here such a hit would be wrong, not merely early.
 * The history table grows with ``history_end``, not with the tokens, and the window table keeps its sink.
+* A request whose logits were NaN leaves the prefix cache with everything it holds, so that a fault of one step is
+  not handed on to others (seen only under ``VLLM_COMPUTE_NANS_IN_LOGITS=1``, which makes vLLM look).
 * A prefix-cache hit of L tokens needs the history below ``history_end(L)`` and the window above it, and is accepted
   only where the next page and the next token start blocks of their own: a hashed block is never written again.
 """
@@ -38,6 +40,7 @@ class LateHashingManager(SingleTypeKVCacheManager):
             raise ValueError("LoopKV does not run with context parallelism")
         self.residency: Residency = kv_cache_spec.residency
         self._uncommitted: dict[str, tuple[Request, int, int | None]] = {}
+        self._corrupt: set[str] = set()
 
     def _full_entries(self, tokens: int) -> int:
         """Leading table entries that are final once ``tokens`` tokens are computed."""
@@ -59,6 +62,12 @@ class LateHashingManager(SingleTypeKVCacheManager):
         self._uncommitted.clear()
 
     def _commit(self, request: Request, num_tokens: int, retention_interval: int | None) -> None:
+        if request.num_nans_in_logits:
+            self._corrupt.add(request.request_id)
+        if request.request_id in self._corrupt:  # and stays so: what it computes later has read the fault
+            held = self.req_to_blocks[request.request_id]
+            self.block_pool.evict_blocks({block.block_id for block in held if not block.is_null})
+            return
         # A request that is dropped in the pass that scheduled it has not been advanced yet: its num_computed_tokens
         # leaves out what will now never be computed.
         full = self._full_entries(min(num_tokens, request.num_computed_tokens))
@@ -81,6 +90,7 @@ class LateHashingManager(SingleTypeKVCacheManager):
         pending = self._uncommitted.pop(request_id, None)
         if pending is not None:
             self._commit(*pending)
+        self._corrupt.discard(request_id)
         return super().pop_blocks_for_free(request_id)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
