@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import harness
 import pytest
 import torch
@@ -9,19 +11,13 @@ from support.plans import make_plan
 
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.models import fingerprint_model, load_model, load_tokenizer
+from loopkv.planner import named_plan
 from loopkv.policy import Policy
 from loopkv.reference import heldout_documents, model_folder
 
-MEMORY = ("int4",) * 4 + ("int4", "int2", "share", "int4") + ("share",) * 4 + ("int4",) * 4
-"""A memory plan as the planner makes them for the reference model: loop 1 kept, loop 3 shared, loop 2 mixed."""
-
-PLANS: dict[str, tuple[tuple[str, ...], float | None]] = {
-    "bf16": (("bf16",) * 16, None),
-    "int4": (("int4",) * 16, None),
-    "int2": (("int2",) * 16, None),
-    "memory": (MEMORY, None),
-    "memory-tau": (MEMORY, 10.0),
-}
+LOOPKV_M = Path(__file__).parents[2] / "results" / "reference" / "loopkv-m.json"
+"""What the planner made of the reference model's profile: loop 1 mixed, loop 2 mostly int2, loop 3 shared."""
+TAU = 10.0
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +27,17 @@ def fingerprint() -> Fingerprint:
 
 @pytest.fixture(scope="session")
 def plans(fingerprint) -> dict[str, Plan]:
-    made = {}
-    for name, (options, tau) in PLANS.items():
-        plan = make_plan(fingerprint.geometry, options, tau=tau)
-        made[name] = plan.model_copy(update={"name": name, "fingerprint": fingerprint})
-    short = make_plan(fingerprint.geometry, MEMORY, policy=Policy(window_tokens=64))
-    made["short-window"] = short.model_copy(update={"name": "short-window", "fingerprint": fingerprint})
-    return made
+    memory = Plan.load(LOOPKV_M)
+    made = {
+        "bf16": named_plan("bf16", fingerprint),
+        "int4": named_plan("kivi4", fingerprint),
+        "int2": named_plan("kivi2", fingerprint),
+        "memory": memory,
+        "memory-tau": memory.with_tau(TAU),
+    }
+    short = make_plan(fingerprint.geometry, memory.options, policy=Policy(window_tokens=64))
+    made["short-window"] = short.model_copy(update={"fingerprint": fingerprint})
+    return {name: plan.with_name(name) for name, plan in made.items()}
 
 
 @pytest.fixture(scope="session")

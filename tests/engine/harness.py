@@ -17,6 +17,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"  # read once a process; what it makes vLLM see is tested
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles its sampler even when eager: 25 s that test nothing of ours
 
 import torch

@@ -109,15 +109,19 @@ def write_adapter(folder, seed=0):
 def test_lora_adapters_act_in_every_loop_and_do_not_share_a_cache(engines, reference, documents, plans, tmp_path):
     from vllm.lora.request import LoRARequest
 
+    (tmp_path / "other").mkdir()
     adapter, merged = write_adapter(tmp_path)
+    other, _ = write_adapter(tmp_path / "other", seed=1)
     plan, ids = plans["memory"], documents[0][:500]
-    engine = engines.get("memory", enable_lora=True, max_lora_rank=8)
+    engine = engines.get("memory", enable_lora=True, max_lora_rank=8, max_loras=2)
     engine.forget()
     plain = engine.generate([ids], 8)[0]
     adapted = engine.generate([ids], 8, lora=LoRARequest("adapter", 1, str(adapter)))[0]
     assert adapted.cached_tokens == 0 and adapted.tokens != plain.tokens
     again = engine.generate([ids], 8, lora=LoRARequest("adapter", 1, str(adapter)))[0]
     assert again.cached_tokens > 0 and same_tokens(again, adapted)
+    second = engine.generate([ids], 8, lora=LoRARequest("other", 2, str(other)))[0]
+    assert second.cached_tokens == 0 and second.tokens not in (plain.tokens, adapted.tokens)
     assert same_tokens(engine.generate([ids], 8)[0], plain)
     for output, model in ((plain, reference), (adapted, load_model(merged, torch.float32))):
         logits = sequence_logits(model, torch.tensor([ids]), plan.cell_options, plan.policy)[0, -1]

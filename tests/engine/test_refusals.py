@@ -148,6 +148,13 @@ def test_sleep_mode():
         check_engine_features(config)
 
 
+def test_breakable_graphs(monkeypatch):
+    config = configure(None)
+    monkeypatch.setattr("vllm.envs.VLLM_USE_BREAKABLE_CUDAGRAPH", True, raising=False)
+    with pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH"):
+        check_engine_features(config)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -108,6 +109,38 @@ def test_completions_with_logprobs_and_several_samples(server):
     assert all(len(choice.logprobs.token_logprobs) <= 8 for choice in answer.choices)
 
 
+def test_structured_outputs_keep_to_their_form(server):
+    """A grammar masks the logits of rows beside free ones; the choice is the one the model finds likelier."""
+    import openai
+
+    url, _ = server
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
+    item = needles(1)[0]
+    answer = item["answer"].strip()
+    for constraint in ({"choice": ["never", answer]}, {"regex": r"[0-9a-z ]{3,12}"}):
+        reply = client.completions.create(
+            model="tiny",
+            prompt=item["prompt"],
+            max_tokens=16,
+            temperature=0,
+            extra_body={"structured_outputs": constraint},
+        )
+        text = reply.choices[0].text
+        assert text == answer if "choice" in constraint else re.fullmatch(constraint["regex"], text)
+
+
+def test_a_prompt_that_cannot_fit_is_rejected_with_the_number_that_would(server):
+    import openai
+
+    url, _ = server
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+    for prompt, tokens in (([5] * 1281, 1), ([5] * 1279, 2)):
+        with pytest.raises(openai.BadRequestError, match="1280"):
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=tokens)
+    reply = client.completions.create(model="tiny", prompt=[5] * 1279, max_tokens=1)
+    assert reply.usage.completion_tokens == 1
+
+
 def test_the_log_and_the_metrics_say_what_is_served(server, plans):
     url, log = server
     text = log.read_text()
@@ -130,6 +163,14 @@ def test_the_log_and_the_metrics_say_what_is_served(server, plans):
     assert 0 < float(metrics['loopkv_hot_share{engine="0"}']) < 1
     assert float(metrics[f"loopkv_history_pages{labels}"]) == 0, "nothing runs"
     assert any(plan.sha256 in name for name in metrics)
+    deadline = time.monotonic() + 30  # vLLM writes its line every ten seconds
+    while "history pages in use:" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    (line, *_) = [line for line in log.read_text().splitlines() if "history pages in use:" in line]
+    assert re.search(
+        r"LoopKV plan memory-tau, history pages in use: \d+, pages coded: [1-9]\d*, hot share: [\d.]+%, clamped values: 0",
+        line,
+    )
 
 
 def test_a_bad_plan_stops_the_command_with_one_sentence(tmp_path):

@@ -1,7 +1,11 @@
-"""How many requests vLLM's own scheduler keeps resident in decode on a fixed pool, beside what whole blocks predict."""
+"""How many requests vLLM's own scheduler keeps resident in decode on a fixed pool, beside what whole blocks predict.
+
+``PYTHONPATH=tests python -m support.residents [GiB]`` prints the table of docs/serving.md (96 GiB by default).
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -136,13 +140,18 @@ def as_markdown(rows: list[ResidentRow]) -> str:
     """The table of the docs."""
     lines = [
         "| plan | tokens | stored KiB/token | history + window blocks | block MiB | slack | partial blocks | "
-        "MiB per request | pool / whole blocks | resident |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "MiB per request | pool / whole blocks | resident | away by |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         lines.append(
             f"| {row.plan} | {row.tokens} | {row.stored_bytes / 1024:.0f} | {row.history_blocks} + {row.window_blocks} "
             f"| {row.block_bytes / 2**20:.2f} | {row.slack_share:.1%} | {row.partial_share:.1%} "
-            f"| {row.request_bytes / 2**20:.0f} | {row.predicted:.2f} | {row.measured} |"
+            f"| {row.request_bytes / 2**20:.0f} | {row.predicted:.2f} | {row.measured} "
+            f"| {abs(row.measured - int(row.predicted)) / row.predicted:.1%} |"
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown(resident_table(int(float(sys.argv[1]) * GIB) if len(sys.argv) > 1 else 96 * GIB)))

@@ -178,7 +178,8 @@ def startup_line(served: ServedPlan, layout: Layout, dtype: torch.dtype, blocks:
         f"{mine.read_bytes:,} bytes a token ({mine.stored_bytes / exact:.1%} and {mine.read_bytes / exact:.1%} of "
         f"{str(dtype).removeprefix('torch.')} KV), {precision}; {blocks:,} blocks of {layout.block_bytes:,} bytes "
         f"({layout.history_block_tokens} history or {layout.window_block_tokens} exact tokens): requests resident at "
-        f"once: {fits} tokens; prefill {served.describe_prefill}"
+        f"once: {fits} tokens; prefix hits end at multiples of {layout.residency.grid_tokens} tokens; "
+        f"prefill {served.describe_prefill}"
     )
 
 
