@@ -1,0 +1,425 @@
+"""Prefill through a library's attention: which rows, in which pieces, and the launches around it.
+
+With window W and pages of P tokens, a query at position p reads keys from ``p - W + 1`` on exact, keys before
+``p + 2 - W - P`` coded, and the P - 1 keys between either way, by its own boundary. So three parts make a result:
+causal attention over the history expanded to plain keys and values, causal attention over a sliding window of exact
+ones, and two half pages, which the kernel that joins the parts reads itself.
+
+The attention over the first two parts is a function argument: nothing here knows whose it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loopkv.kernels.descriptor import CellDescriptor, cell_descriptors
+from loopkv.kernels.expand import expand_kernel
+from loopkv.kernels.join import join_kernel
+from loopkv.kernels.operators import StepView
+from loopkv.layout import Layout
+from loopkv.policy import Policy
+
+MIN_NEW_TOKENS = 48
+"""Rows with fewer new tokens do not pay for expanding their history."""
+
+_EXACT_ROWS = 16  # rows whose earlier window fits beside a full step's tokens; more are divided
+
+Ints = NDArray[np.int32]
+
+_COLUMNS = 16
+_ALIGN = 4  # integers: 16 bytes
+
+
+class VarlenAttention(Protocol):
+    """Attention of rows packed one after the other, as FlashAttention has it."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        window: int | None,
+        out: Tensor,
+    ) -> Tensor:
+        """Write ``out``, return the log-sum-exp.
+
+        Args:
+            q, out: [T, Hq, D].
+            k, v: [N, H, D].
+            cu_q, cu_k: [R + 1] int32, first token of each row.
+            max_q, max_k: most tokens of a row.
+            window: keys that a query sees, itself included; None: all. The last query sees the last key, the one
+                before it one key less; a query that sees none may get anything.
+
+        Returns:
+            [Hq, T] fp32, natural logarithm.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Consecutive rows that are expanded together.
+
+    Args:
+        first, last: its tokens [first, last) of the batch.
+        max_new, max_coded, max_exact: most tokens of a row: new ones, history before every boundary, exact buffer.
+        copies: whether the exact buffer is a copy; else no row has earlier tokens and the step's own k, v serve.
+        info: [R, 16] int32, see ``expand``.
+        cu_new, cu_coded, cu_exact: [R + 1] int32.
+        expand_tasks, join_tasks: [N, 2] int32; may be empty.
+    """
+
+    first: int
+    last: int
+    max_new: int
+    max_coded: int
+    max_exact: int
+    copies: bool
+    info: Tensor
+    cu_new: Tensor
+    cu_coded: Tensor
+    cu_exact: Tensor
+    expand_tasks: Tensor
+    join_tasks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """One step: groups of rows with many new tokens, and runs [first, last) of all other rows that have any."""
+
+    groups: tuple[Group, ...]
+    others: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a group on the host, [R] each: see ``Group`` and ``expand``."""
+
+    row: Ints
+    start: Ints
+    computed: Ints
+    new: Ints
+    exact_first: Ints
+    coded: Ints
+    coded_end: Ints
+
+    @property
+    def exact(self) -> Ints:
+        """Tokens of the exact buffer."""
+        return self.computed + self.new - self.exact_first
+
+    @property
+    def copies(self) -> bool:
+        """Whether a row has earlier tokens, so that the exact buffer is no view of the step's."""
+        return bool((self.computed > 0).any())
+
+
+def _boundaries(policy: Policy, row: Ints, start: Ints, computed: Ints, new: Ints) -> Rows:
+    page, window = policy.page_tokens, policy.window_tokens
+    last = computed + new
+    return Rows(
+        row=row,
+        start=start,
+        computed=computed,
+        new=new,
+        exact_first=np.maximum((computed + 1 - window) // page * page, 0),
+        coded=np.maximum(last + 1 - window - page, 0),
+        coded_end=np.maximum((last - window) // page * page, 0),
+    )
+
+
+def _ragged(counts: Ints) -> tuple[Ints, Ints]:
+    """For every item of every row: the row, and the item's number inside it."""
+    row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    inside = np.arange(len(row), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
+    return row, inside
+
+
+def _offsets(counts: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Buffers of one worker, [N, H, D] each but the last, which is [N, Hq, D]."""
+
+    coded_k: Tensor
+    coded_v: Tensor
+    exact_k: Tensor
+    exact_v: Tensor
+    coded_o: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes."""
+        return sum(x.nbytes for x in (self.coded_k, self.coded_v, self.exact_k, self.exact_v, self.coded_o))
+
+
+class Prefill:
+    """Prefill of one worker over its own heads; buffers are allocated here.
+
+    Args:
+        layout: the layout served.
+        dtype: the engine's dtype.
+        attention: what attends over plain keys and values.
+        max_tokens: most new tokens of a step.
+        coded_tokens: history tokens that are expanded at once; a row with more is not taken.
+        device: where the pool lies.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        attention: VarlenAttention,
+        *,
+        max_tokens: int,
+        coded_tokens: int,
+        device: torch.device,
+    ) -> None:
+        geometry, policy = layout.geometry, layout.policy
+        self.layout, self.policy, self.attention, self.device = layout, policy, attention, device
+        self.heads, self.group, self.dim = geometry.kv_heads, geometry.group_queries, geometry.head_dim
+        self.coded_tokens = coded_tokens
+        self.exact_tokens = max_tokens + _EXACT_ROWS * (policy.window_tokens + policy.page_tokens)
+
+        def buffer(tokens: int, heads: int) -> Tensor:
+            return torch.zeros(tokens, heads, self.dim, dtype=dtype, device=device)
+
+        coded, exact = ((buffer(n, self.heads), buffer(n, self.heads)) for n in (coded_tokens, self.exact_tokens))
+        self.scratch = Scratch(*coded, *exact, buffer(max_tokens, self.heads * self.group))
+        self._cells: tuple[CellDescriptor, ...] = cell_descriptors(layout)
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def plan(self, lens: Ints, starts: Ints) -> PrefillPlan | None:
+        """Divide a step; None where no row has enough new tokens.
+
+        Args:
+            lens: [B] tokens of each row after the step; exact for rows with several new tokens.
+            starts: [B + 1] first new token of each row.
+        """
+        new = np.diff(starts)
+        live = (new > 0) & (lens > 0)
+        pages = -(-np.maximum(lens, 0) // self.policy.page_tokens) * self.policy.page_tokens
+        taken = live & (new >= MIN_NEW_TOKENS) & (pages <= self.coded_tokens)
+        if not taken.any():
+            return None
+        rows = list(self._batches(lens, starts, new, taken))
+        sent = self._send([array for group in rows for array in self._arrays(group)])
+        groups = tuple(self._group(group, sent[6 * i : 6 * i + 6]) for i, group in enumerate(rows))
+        return PrefillPlan(groups, tuple(_runs(live & ~taken)))
+
+    def _send(self, arrays: list[Ints]) -> list[Tensor]:
+        """The arrays on the device, in one copy that nobody waits for; each begins at a multiple of 16 bytes."""
+        padded = [np.pad(array.ravel(), (0, -array.size % _ALIGN)) for array in arrays]
+        data = torch.from_numpy(np.concatenate(padded))
+        if self.device.type == "cuda":
+            data = data.pin_memory().to(self.device, non_blocking=True)
+        begins = np.cumsum([0, *(len(array) for array in padded)]).tolist()
+        return [
+            data[begin : begin + array.size].view(array.shape) for begin, array in zip(begins[:-1], arrays, strict=True)
+        ]
+
+    def _batches(self, lens: Ints, starts: Ints, new: Ints, taken: NDArray[np.bool_]) -> Iterator[Rows]:
+        """Runs of rows that are taken, cut where a buffer would overflow."""
+        page = self.policy.page_tokens
+        for begin, end in _runs(taken):
+            row = np.arange(begin, end, dtype=np.int32)
+            rows = _boundaries(self.policy, row, starts[begin:end], (lens - new)[begin:end], new[begin:end])
+            exact, coded = rows.exact, rows.coded + page
+            first = 0
+            for i in range(1, len(row) + 1):
+                full = i < len(row) and (
+                    int(exact[first : i + 1].sum()) > self.exact_tokens
+                    or int(coded[first : i + 1].sum()) > self.coded_tokens
+                )
+                if full or i == len(row):
+                    piece = slice(first, i)
+                    yield Rows(*(getattr(rows, name)[piece] for name in Rows.__slots__))
+                    first = i
+
+    def _arrays(self, rows: Rows) -> tuple[Ints, ...]:
+        """What the device needs of a group, in the order of ``Group``."""
+        page, window = self.policy.page_tokens, self.policy.window_tokens
+        cu_new, cu_coded, cu_exact = _offsets(rows.new), _offsets(rows.coded), _offsets(rows.exact)
+        tails = cu_coded[-1] + page * np.arange(len(rows.row), dtype=np.int32)
+        exact_at = cu_exact[:-1] if rows.copies else rows.start
+        info = np.zeros((len(rows.row), _COLUMNS), np.int32)
+        columns = (rows.row, rows.computed, rows.new, rows.start, rows.exact_first, exact_at, cu_coded[:-1], rows.coded)
+        for i, column in enumerate((*columns, tails)):
+            info[:, i] = column
+        row, piece = _ragged(rows.coded_end // page)
+        if rows.copies:
+            exact_row, exact_piece = _ragged(-(-rows.exact // page))
+            row, piece = np.concatenate([row, exact_row]), np.concatenate([piece, -1 - exact_piece])
+        first_page = np.maximum((rows.computed + 1 - window) // page, 0)
+        past_page = (rows.computed + rows.new - window) // page + 1
+        join_row, inside = _ragged(np.maximum(past_page - first_page, 0))
+        joins = np.stack([join_row, first_page[join_row] + inside], 1)
+        return info, cu_new, cu_coded, cu_exact, np.stack([row, piece], 1), joins
+
+    def _group(self, rows: Rows, sent: list[Tensor]) -> Group:
+        return Group(
+            int(rows.start[0]),
+            int(rows.start[-1] + rows.new[-1]),
+            int(rows.new.max()),
+            int(rows.coded.max()),
+            int(rows.exact.max()),
+            rows.copies,
+            *sent,
+        )
+
+    def compile(self) -> None:
+        """Compile the kernels that the cells need now, so that no step waits for it; computes nothing."""
+        nothing = torch.full((1, 2), -1, dtype=torch.int32, device=self.device)
+        info = torch.zeros(1, _COLUMNS, dtype=torch.int32, device=self.device)
+        one = torch.zeros(4, dtype=torch.int32, device=self.device)
+        group = Group(0, 1, 1, 1, 1, True, info, one, one, one, nothing, nothing)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
+        step = StepView(self.scratch.coded_k.view(torch.uint8).view(-1), table, table, one, one, 1)
+        k, v, q = self.scratch.exact_k, self.scratch.exact_v, self.scratch.coded_o
+        for cell in {cell.bits: cell for cell in self._cells}.values():
+            self._expand(cell, k, v, step, group)
+        lse = torch.zeros(self.heads * self.group, 1, device=self.device)
+        self._join(q, q, group, k, v, lse, lse)
+
+    # -- launches ------------------------------------------------------------------------------------------------------
+
+    def attend(
+        self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: StepView, plan: PrefillPlan
+    ) -> None:
+        """Attention of the plan's groups; the step's keys and values are stored, its pages coded.
+
+        Args:
+            cell: index of the cell.
+            q, out: [T, Hq, D].
+            k, v: [T, H, D] after RoPE.
+            step: the step.
+            plan: of the step.
+        """
+        for group in plan.groups:
+            self._attend(self._cells[cell], q, k, v, out, step, group)
+
+    def _attend(
+        self, cell: CellDescriptor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: StepView, group: Group
+    ) -> None:
+        scratch = self.scratch
+        span = slice(group.first, group.last)
+        tokens = group.last - group.first
+        if len(group.expand_tasks):
+            self._expand(cell, k, v, step, group)
+        exact_k, exact_v = (scratch.exact_k, scratch.exact_v) if group.copies else (k, v)
+        window_lse = self.attention(
+            q[span],
+            exact_k if group.copies else k[span],
+            exact_v if group.copies else v[span],
+            cu_q=group.cu_new,
+            cu_k=group.cu_exact,
+            max_q=group.max_new,
+            max_k=group.max_exact,
+            window=self.policy.window_tokens,
+            out=out[span],
+        )
+        if not len(group.join_tasks):
+            return
+        coded_lse = window_lse
+        if group.max_coded:
+            coded_lse = self.attention(
+                q[span],
+                scratch.coded_k,
+                scratch.coded_v,
+                cu_q=group.cu_new,
+                cu_k=group.cu_coded,
+                max_q=group.max_new,
+                max_k=group.max_coded,
+                window=None,
+                out=scratch.coded_o[:tokens],
+            )
+        self._join(q, out, group, exact_k, exact_v, coded_lse, window_lse)
+
+    def _join(
+        self,
+        q: Tensor,
+        out: Tensor,
+        group: Group,
+        exact_k: Tensor,
+        exact_v: Tensor,
+        coded_lse: Tensor,
+        window_lse: Tensor,
+    ) -> None:
+        scratch = self.scratch
+        join_kernel[(len(group.join_tasks), self.heads * self.group)](
+            q,
+            out,
+            group.join_tasks,
+            group.info,
+            scratch.coded_k,
+            scratch.coded_v,
+            exact_k,
+            exact_v,
+            scratch.coded_o,
+            coded_lse,
+            window_lse,
+            q.stride(0),
+            exact_k.stride(0),
+            out.stride(0),
+            group.first,
+            group.last - group.first,
+            1.0 / math.sqrt(self.dim),
+            H=self.heads,
+            G=self.group,
+            D=self.dim,
+            WINDOW=self.policy.window_tokens,
+            num_warps=4,
+        )
+
+    def _expand(self, cell: CellDescriptor, k: Tensor, v: Tensor, step: StepView, group: Group) -> None:
+        scratch, layout = self.scratch, self.layout
+        expand_kernel[(len(group.expand_tasks), self.heads)](
+            step.pool,
+            step.history_table,
+            step.window_table,
+            group.expand_tasks,
+            group.info,
+            k,
+            v,
+            scratch.coded_k,
+            scratch.coded_v,
+            scratch.exact_k,
+            scratch.exact_v,
+            k.stride(0),
+            cell.history_offset_bytes,
+            cell.window_offset_bytes,
+            step.history_table.stride(0),
+            step.window_table.stride(0),
+            BITS=cell.bits,
+            H=self.heads,
+            D=self.dim,
+            SINK=self.policy.sink_tokens,
+            BLOCK_BYTES=layout.block_bytes,
+            PAGE_BYTES=layout.page_bytes,
+            PAGES=layout.pages_per_block,
+            WINDOW=layout.window_block_tokens,
+            num_warps=4,
+        )
+
+
+def _runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Maximal runs [begin, end) of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
