@@ -197,19 +197,41 @@ class CudaOperators:
         if self.fused and decode:
             self.library.attend_decode(args, precision=by_choice, blocks=self.blocks, stream=stream)
             return
-        self._append(cell, k, v, step, stream)
-        if max_queries > self.layout.policy.window_tokens and self._cells[cell].owns_history:
-            self._code(step, self._cell_table[cell * ctypes.sizeof(CellDescriptor) :].data_ptr(), 1, k, v)
+        self._store(cell, k, v, step, max_queries, stream)
         if self.fused:
-            args.workspace, args.geometry.max_splits = self._mixed_workspace, MIXED_SPLITS
-            most = q.shape[0] // self.tile_queries + step.rows  # tiles, one in part for every row
-            for first in range(0, most, MIXED_TILES):
-                args.first_tile, args.max_tiles = first, min(MIXED_TILES, most - first)
-                self.library.attend_mixed(args, blocks=self.blocks, stream=stream)
+            self._attend_tiles(args, q.shape[0] // self.tile_queries + step.rows, stream)
         else:
             for first in range(0, q.shape[0], self.scalar_queries):
                 args.first_tile, args.max_tiles = first, min(self.scalar_queries, q.shape[0] - first)
                 self.library.attend_scalar(args, precision=by_choice, stream=stream)
+
+    def store(self, cell: int, k: Tensor, v: Tensor, step: StepView, *, max_queries: int) -> None:
+        """The first half of ``attend`` in a mixed step: append, and code pages that hold tokens of the step itself."""
+        self._check_rows(step)
+        assert k.stride(0) == v.stride(0)
+        self._store(cell, k, v, step, max_queries, torch.cuda.current_stream(self.device).cuda_stream)
+
+    def attend_stored(
+        self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: StepView, *, queries: int
+    ) -> None:
+        """The second half, for some rows: ``rows`` is a step cut to them (``query_start`` still counts from the batch's
+        first token) with ``queries`` new tokens in all. Fused operators only.
+        """
+        args = self._attend_args(cell, q, k, v, out, rows)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._attend_tiles(args, queries // self.tile_queries + rows.rows, stream)
+
+    def _store(self, cell: int, k: Tensor, v: Tensor, step: StepView, max_queries: int, stream: int) -> None:
+        self._append(cell, k, v, step, stream)
+        if max_queries > self.layout.policy.window_tokens and self._cells[cell].owns_history:
+            self._code(step, self._cell_table[cell * ctypes.sizeof(CellDescriptor) :].data_ptr(), 1, k, v)
+
+    def _attend_tiles(self, args: AttendArgs, most: int, stream: int) -> None:
+        """Mixed attention over at most ``most`` tiles: one in part for every row."""
+        args.workspace, args.geometry.max_splits = self._mixed_workspace, MIXED_SPLITS
+        for first in range(0, most, MIXED_TILES):
+            args.first_tile, args.max_tiles = first, min(MIXED_TILES, most - first)
+            self.library.attend_mixed(args, blocks=self.blocks, stream=stream)
 
     def _check_rows(self, step: StepView) -> None:
         if step.rows > self.max_rows:

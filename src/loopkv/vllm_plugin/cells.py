@@ -90,6 +90,8 @@ class CellCache:
             served,
             dtype,
             max_rows=vllm_config.scheduler_config.max_num_seqs,
+            max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_model_tokens=vllm_config.model_config.max_model_len,
             device=device,
             counters=self.counters,
         )

@@ -33,6 +33,7 @@ class GroupMetadata(AttentionMetadata):
         query_start_cpu: the same on the host.
         max_query_tokens, max_seq_tokens: upper bounds over the rows.
         tokens: new tokens of the step, padding included.
+        seq_lens_cpu: ``seq_lens`` on the host where known: exact for rows with several new tokens, else upper bounds.
     """
 
     block_table: Tensor
@@ -42,6 +43,7 @@ class GroupMetadata(AttentionMetadata):
     max_query_tokens: int
     max_seq_tokens: int
     tokens: int
+    seq_lens_cpu: Tensor | None = None
 
 
 class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
@@ -80,6 +82,7 @@ class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
             max_query_tokens=common.max_query_len,
             max_seq_tokens=common.max_seq_len,
             tokens=common.num_actual_tokens,
+            seq_lens_cpu=common.seq_lens_cpu_upper_bound,
         )
 
 
@@ -95,4 +98,5 @@ def make_step(pool: torch.Tensor, history: GroupMetadata, window: GroupMetadata)
         max_query_tokens=history.max_query_tokens,
         max_seq_tokens=history.max_seq_tokens,
         tokens=history.tokens,
+        seq_lens_cpu=history.seq_lens_cpu,
     )

@@ -58,10 +58,13 @@ def make_operators(
     dtype: torch.dtype,
     *,
     max_rows: int,
+    max_tokens: int,
+    max_model_tokens: int,
     device: torch.device,
     counters: Counters,
 ) -> Operators:
-    """The operators for a device; ``max_rows`` is the most requests of a step.
+    """The operators for a device; a step has at most ``max_rows`` requests and ``max_tokens`` new tokens, a request at
+    most ``max_model_tokens`` in all.
 
     Raises:
         UnsupportedError: no implementation for the device, or for this layout on it.
@@ -73,7 +76,16 @@ def make_operators(
     if device.type == "cuda":
         from loopkv.vllm_plugin.operators_cuda import CudaStepOperators
 
-        return CudaStepOperators(layout, dtype, seed=served.seed, max_rows=max_rows, device=device, counters=counters)
+        return CudaStepOperators(
+            layout,
+            dtype,
+            seed=served.seed,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            max_model_tokens=max_model_tokens,
+            device=device,
+            counters=counters,
+        )
     raise UnsupportedError("serving a LoopKV plan", got=f"device {device.type}", wanted="cpu or cuda")
 
 

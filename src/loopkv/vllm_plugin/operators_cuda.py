@@ -15,6 +15,7 @@ from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.layout import Layout
 from loopkv.options import INT4
 from loopkv.vllm_plugin.metrics import Counters
+from loopkv.vllm_plugin.prefill_cuda import DividedStep, divide, make_prefill
 from loopkv.vllm_plugin.step import Step
 
 COPY_SECONDS = 0.25
@@ -30,19 +31,33 @@ class CudaStepOperators:
         layout: the worker's layout.
         dtype: exact dtype of the engine.
         seed: seed mode of V precision.
-        max_rows: most requests of a step.
+        max_rows, max_tokens: most requests and new tokens of a step.
+        max_model_tokens: most tokens of a request.
         device: of the worker.
         counters: where counts are published.
     """
 
     def __init__(
-        self, layout: Layout, dtype: torch.dtype, *, seed: str, max_rows: int, device: torch.device, counters: Counters
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        seed: str,
+        max_rows: int,
+        max_tokens: int,
+        max_model_tokens: int,
+        device: torch.device,
+        counters: Counters,
     ) -> None:
         self.counters = counters
         self.kernels = CudaOperators(
             layout, dtype, max_rows=max_rows, device=device, seed=SEED_MODES[seed], count_hot=layout.tau is not None
         )
+        self.prefill = make_prefill(
+            layout, dtype, max_tokens=max_tokens, max_model_tokens=max_model_tokens, device=device
+        )
         self._view: tuple[Step, StepView] | None = None
+        self._divided: DividedStep | None = None
         reads = [layout.cells[place.holder].option == INT4 for place in layout.cells]
         decided = layout.policy.page_tokens * layout.geometry.kv_heads * sum(reads)
         self._values_per_page = 0 if layout.tau is None else decided
@@ -57,7 +72,14 @@ class CudaStepOperators:
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:
         """See ``Operators.attend``."""
-        self.kernels.attend(cell, q, k, v, out, self._step_view(step), max_queries=step.max_query_tokens)
+        view, divided = self._step_view(step), self._divided
+        if self.prefill is None or divided is None:
+            self.kernels.attend(cell, q, k, v, out, view, max_queries=step.max_query_tokens)
+            return
+        self.kernels.store(cell, k, v, view, max_queries=step.max_query_tokens)
+        self.prefill.attend(cell, q, k, v, out, view, divided.plan)
+        for rows, queries in divided.others:
+            self.kernels.attend_stored(cell, q, k, v, out, rows, queries=queries)
 
     def publish(self, decode_pages: int) -> None:
         """See ``Operators.publish``. Runs before a step is launched, never inside a graph."""
@@ -98,4 +120,5 @@ class CudaStepOperators:
                 rows=int(step.seq_lens.shape[0]),
             )
             self._view = (step, view)
+            self._divided = None if self.prefill is None else divide(self.prefill, step, view)
         return self._view[1]

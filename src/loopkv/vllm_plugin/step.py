@@ -22,6 +22,7 @@ class Step:
         query_start_cpu: the same on the host.
         max_query_tokens, max_seq_tokens: upper bounds over the rows.
         tokens: new tokens of the step, padding included.
+        seq_lens_cpu: ``seq_lens`` on the host where known: exact for rows with several new tokens, else upper bounds.
     """
 
     pool: Tensor
@@ -33,3 +34,4 @@ class Step:
     max_query_tokens: int
     max_seq_tokens: int
     tokens: int
+    seq_lens_cpu: Tensor | None = None

@@ -1,0 +1,111 @@
+"""Prefill on CUDA through vLLM's FlashAttention 3, where the GPU and the dtype have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loopkv.kernels.operators import StepView
+from loopkv.kernels.prefill import Prefill, PrefillPlan, VarlenAttention
+from loopkv.layout import Layout
+from loopkv.vllm_plugin.step import Step
+
+MAX_CODED_TOKENS = 131_072
+"""Rows with a longer history take the kernel that needs no scratch."""
+
+
+@dataclass(frozen=True, slots=True)
+class DividedStep:
+    """What goes through FlashAttention, and (view, new tokens) of the runs of rows that do not."""
+
+    plan: PrefillPlan
+    others: tuple[tuple[StepView, int], ...]
+
+
+def flash_attention() -> VarlenAttention | None:
+    """FlashAttention 3 as vLLM ships it, or None on a device that it does not run on."""
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, is_fa_version_supported
+    except ImportError:
+        return None
+    if not is_fa_version_supported(3):
+        return None
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        window: int | None,
+        out: Tensor,
+    ) -> Tensor:
+        _, lse = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            max_seqlen_q=max_q,
+            cu_seqlens_q=cu_q,
+            max_seqlen_k=max_k,
+            cu_seqlens_k=cu_k,
+            causal=True,
+            window_size=None if window is None else [window - 1, 0],
+            return_softmax_lse=True,
+            out=out,
+            num_splits=1,
+            fa_version=3,
+        )
+        return lse
+
+    return attend
+
+
+def make_prefill(
+    layout: Layout, dtype: torch.dtype, *, max_tokens: int, max_model_tokens: int, device: torch.device
+) -> Prefill | None:
+    """Prefill for a worker, its buffers allocated; None where FlashAttention 3 does not serve.
+
+    Args:
+        layout: the worker's layout.
+        dtype: of the engine.
+        max_tokens: most new tokens of a step.
+        max_model_tokens: most tokens of a request.
+        device: of the worker.
+    """
+    attention = flash_attention() if dtype == torch.bfloat16 else None
+    if attention is None:
+        return None
+    page = layout.policy.page_tokens
+    coded = min(-(-max_model_tokens // page) * page + page, MAX_CODED_TOKENS)
+    prefill = Prefill(layout, dtype, attention, max_tokens=max_tokens, coded_tokens=coded, device=device)
+    prefill.compile()
+    return prefill
+
+
+def divide(prefill: Prefill, step: Step, view: StepView) -> DividedStep | None:
+    """Divide a step between FlashAttention and the mixed kernel; None gives the kernel everything."""
+    if step.max_query_tokens == 1 or step.seq_lens_cpu is None:
+        return None
+    starts = step.query_start_cpu.numpy()
+    plan = prefill.plan(step.seq_lens_cpu[: len(starts) - 1].numpy(), starts)
+    if plan is None:
+        return None
+    assert view.query_start is not None
+    others = []
+    for begin, end in plan.others:
+        rows = slice(begin, end)
+        part = StepView(
+            pool=view.pool,
+            history_table=view.history_table[rows],
+            window_table=view.window_table[rows],
+            seq_lens=view.seq_lens[rows],
+            query_start=view.query_start[begin : end + 1],
+            rows=end - begin,
+        )
+        others.append((part, int(starts[end] - starts[begin])))
+    return DividedStep(plan, tuple(others))
