@@ -43,6 +43,10 @@ _DECODE_BYTES = (
     "read_bytes_per_request",
     "weight_bytes",
     "resident",
+    "hot_share",
+    "score_bits",
+    "contents",
+    "generated",
     "spec",
     "engine",
     "slot",
@@ -70,6 +74,21 @@ _KINDS = (
         "`batch` divided by the median step",
     ),
     RecordKind(
+        "decode.ttft_ms",
+        "ms",
+        ("arm", "context_tokens"),
+        ("batch", "spec", "engine", "session"),
+        "time from submitting one prompt of `context_tokens` to an idle engine to its first token, median; samples are "
+        "single requests",
+    ),
+    RecordKind(
+        "decode.prefill_tok_s",
+        "tok/s",
+        _DECODE,
+        ("spec", "engine", "session"),
+        "prompt tokens per second while `batch` prompts that were submitted together get their first tokens",
+    ),
+    RecordKind(
         "decode.launches",
         "launches",
         _DECODE,
@@ -87,7 +106,7 @@ _KINDS = (
         "decode.refused",
         "",
         ("arm", "reason"),
-        ("context_tokens", "batch", "session"),
+        ("context_tokens", "batch", "slot", "session"),
         "a row that the engine could not run, with its reason; the value is null",
     ),
     RecordKind(

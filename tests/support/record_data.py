@@ -52,6 +52,9 @@ def decode_records(noise: float = 0.01) -> list[Record]:
                 records.append(record("decode.component_us", share * 60e3, "us", settings))
             settings = {"arm": arm, "context_tokens": context, "batch": peak}
             records.append(record("decode.launches", 17.0, "launches", settings))
+            first = {"arm": arm, "context_tokens": context}
+            records.append(record("decode.ttft_ms", 350.0, "ms", first, samples=(348.0, 350.0, 353.0)))
+            records.append(record("decode.prefill_tok_s", 23e3, "tok/s", {**first, "batch": 16}))
     refused = {"arm": "fp8 + sharing", "reason": "loop 3 runs before loop 4 has written its history"}
     records.append(record("decode.refused", None, "", refused))
     return records

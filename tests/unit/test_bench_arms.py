@@ -55,7 +55,7 @@ def test_what_is_written_is_what_is_run(text: str, arm: EngineArm) -> None:
         "=stock",
         "a=",
         "stock:",
-        "kivi4,tau=3",
+        "kivi4,depth=3",
         "kivi4,seed",
         "stock,seed=sink",
         "stock,skip_layers=5-2",
@@ -97,3 +97,21 @@ def test_simulated_caches_of_arms() -> None:
     assert cache_arm(parse_arm("kivi4-share3,prefill=fast"), IDENTITY, 100).chunk_tokens is None
     with pytest.raises(UnsupportedError, match="turboquant"):
         cache_arm(parse_arm("stock:turboquant_4bit_nc"), IDENTITY, 100)
+
+
+def test_a_threshold_in_the_arm_and_a_plan_file_for_the_engine(tmp_path: Path) -> None:
+    geometry = Geometry(architecture="ouro", loops=4, layers=24, query_heads=16, kv_heads=16, head_dim=128)
+    identity = Fingerprint(name="ouro", geometry=geometry)
+    arm = parse_arm("m=paper-loopkv-m,tau=14,seed=timed")
+    plan = arm.load_plan(identity)
+    assert plan is not None and plan.tau == 14.0 and plan.footprint.stored_bytes == 155 * 1024
+    given = arm.with_plan_file(identity, tmp_path / "work")
+    config = given.additional_config()["loopkv"]
+    assert config == {"plan": str(tmp_path / "work" / "m.plan.json"), "seed": "timed"}
+    assert given.load_plan(identity) == plan and (given.label, given.spec) == (arm.label, arm.spec)
+    reset = parse_arm(f"{config['plan']},tau=none").load_plan(identity)
+    assert reset is not None and reset.tau is None
+    assert parse_arm("stock").with_plan_file(identity, tmp_path) == parse_arm("stock")
+    for text in ("kivi4,tau=nan", "kivi4,tau=-1", "kivi4,tau=much", "stock,tau=14"):
+        with pytest.raises(LoopKVError):
+            parse_arm(text)

@@ -11,7 +11,16 @@ from loopkv.artifacts import Fingerprint
 from loopkv.bench import decode
 from loopkv.bench.arms import parse_arm, parse_arms
 from loopkv.bench.components import component_of, component_times, launches_per_step
-from loopkv.bench.decode import DecodeSettings, Job, batch_of, engine_text, missing_rows, run_decode
+from loopkv.bench.decode import (
+    ALL_SLOTS,
+    TTFT_SLOT,
+    DecodeSettings,
+    Job,
+    batch_of,
+    engine_text,
+    missing_rows,
+    run_decode,
+)
 from loopkv.bench.dummy_model import SHAPES, dummy_shape, shape_size, write_dummy_model
 from loopkv.capacity import KNOWN_MODELS
 from loopkv.errors import LoopKVError
@@ -58,6 +67,7 @@ def kept(one: DecodeSettings, arm: str, context: int, slot: str, what: str = "de
         "arm": arm,
         "spec": parse_arm(arm).spec,
         "engine": engine_text(one),
+        "contents": one.contents,
         "context_tokens": context,
         "slot": slot,
     }
@@ -70,11 +80,29 @@ def test_only_missing_rows_are_run(tmp_path: Path) -> None:
     stock, kivi4 = one.arms
     every = ((400, "1"), (400, "peak"), (800, "1"), (800, "peak"))
     assert missing_rows(one, stock, []) == every
-    records = [kept(one, "stock", 400, "1"), kept(one, "kivi4", 800, "all", "decode.refused")]
+    records = [kept(one, "stock", 400, "1"), kept(one, "kivi4", 800, ALL_SLOTS, "decode.refused")]
     assert missing_rows(one, stock, records) == every[1:]
     assert missing_rows(one, kivi4, records) == every[:2]
     other = settings(tmp_path, engine={"gpu_memory_utilization": 0.9})
     assert missing_rows(other, stock, records) == every  # another engine, another measurement
+    assert missing_rows(settings(tmp_path, prefill=True), stock, records) == every  # likewise other caches
+    assert missing_rows(settings(tmp_path, ttft=True), stock, records)[:2] == ((400, TTFT_SLOT), (400, "peak"))
+
+
+def test_slots_of_one_batch_are_one_row(tmp_path: Path) -> None:
+    one = settings(tmp_path, contexts=(400,), batches=("1", "peak/2", "16", "24", "peak"))
+    stock = one.arms[0]
+    row = kept(one, "stock", 400, "16")
+    at_peak = row.model_copy(update={"settings": {**row.settings, "batch": 10, "peak_batch": 10}})
+    # 16, 24 and peak are batch 10 where ten requests fit
+    assert missing_rows(one, stock, [at_peak]) == ((400, "1"), (400, "peak/2"))
+
+
+def test_an_engine_that_failed_is_tried_again(tmp_path: Path) -> None:
+    one = settings(tmp_path)
+    failed = kept(one, "stock", 400, "", "decode.refused")
+    failed = failed.model_copy(update={"settings": {k: v for k, v in failed.settings.items() if k != "slot"}})
+    assert len(missing_rows(one, one.arms[0], [failed])) == 4
 
 
 def test_a_finished_file_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +140,14 @@ def test_bad_plans_are_refused_before_a_process_starts(tmp_path: Path, monkeypat
     monkeypatch.setattr(decode.subprocess, "Popen", None)
     with pytest.raises(LoopKVError):
         run_decode(settings(tmp_path, arms=parse_arms(["stock", "kivi5"])), lambda line: None)
-    for changes in ({"contexts": ()}, {"contexts": (0,)}, {"decode_steps": 0}, {"arm_seconds": 0}):
+    for changes in (
+        {"contexts": ()},
+        {"contexts": (0,)},
+        {"decode_steps": 0},
+        {"arm_seconds": 0},
+        {"ttft_prompts": 0},
+        {"hot_share": 0},
+    ):
         with pytest.raises(LoopKVError):
             settings(tmp_path, **changes)
 
@@ -130,6 +165,9 @@ def test_jobs_survive_their_file(tmp_path: Path) -> None:
         settings={"arm": "tq"},
         decode_steps=8,
         profile=False,
+        ttft_prompts=16,
+        prefill=False,
+        hot_share=0.2,
         seed=0,
         command="loopkv bench decode",
     )

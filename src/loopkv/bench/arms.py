@@ -1,23 +1,26 @@
 """Arms of a benchmark as a user writes them: ``[LABEL=]stock[:DTYPE]`` or ``[LABEL=]PLAN``, then ``,KEY=VALUE``.
 
-``stock`` is vLLM's own cache (``stock:fp8`` another ``--kv-cache-dtype``); anything else is a plan file or the name of
-a hand-made plan. Keys of a plan: ``prefill``, ``seed``; of a stock cache: ``skip_layers=72-95`` (layers by number that
-keep the model's dtype). Examples: ``bf16=stock``, ``fp8=stock:fp8``, ``kivi4``, ``LoopKV-M=memory.json,seed=timed``.
+``stock`` is vLLM's own cache (``stock:fp8`` another ``--kv-cache-dtype``); anything else is a plan file, the name of a
+hand-made plan or one of ``paper_plans``. Keys of a plan: ``prefill``, ``seed``, ``tau`` (replaces the plan's threshold
+of V precision; ``none`` reads both planes); of a stock cache: ``skip_layers=72-95`` (layers by number that keep the
+model's dtype). Examples: ``bf16=stock``, ``fp8=stock:fp8``, ``kivi4``, ``LoopKV-M=memory.json,seed=timed``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from loopkv.artifacts import Fingerprint, Plan
+from loopkv.artifacts.plan import MAX_TAU
+from loopkv.bench.paper_plans import PAPER_PLANS, paper_plan
 from loopkv.errors import LoopKVError
 from loopkv.planner import named_plan
 
 STOCK = "stock"
-PLAN_KEYS = ("prefill", "seed")
+PLAN_KEYS = ("prefill", "seed", "tau")
 STOCK_KEYS = ("skip_layers",)
 MAX_LAYER = 1 << 16
 
@@ -52,7 +55,23 @@ class EngineArm:
         if self.plan is None:
             return {}
         plan = str(Path(self.plan).resolve()) if _is_file(self.plan) else self.plan
-        return {"loopkv": {"plan": plan, **dict(self.settings)}}
+        settings = {key: value for key, value in self.settings if key != "tau"}
+        return {"loopkv": {"plan": plan, **settings}}
+
+    def with_plan_file(self, identity: Fingerprint, folder: Path) -> EngineArm:
+        """The same arm with its plan, tau included, as a file in ``folder``: what an engine can be given.
+
+        Raises:
+            LoopKVError: see ``load_plan``.
+        """
+        plan = self.load_plan(identity)
+        if plan is None:
+            return self
+        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in self.label)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.plan.json"
+        plan.save(path)
+        return replace(self, plan=str(path))
 
     def load_plan(self, identity: Fingerprint) -> Plan | None:
         """The plan, checked against the model's geometry; None for a stock cache.
@@ -62,9 +81,13 @@ class EngineArm:
         """
         if self.plan is None:
             return None
-        plan = Plan.load(self.plan) if _is_file(self.plan) else named_plan(self.plan, identity)
+        if self.plan in PAPER_PLANS:
+            plan = paper_plan(self.plan, identity)
+        else:
+            plan = Plan.load(self.plan) if _is_file(self.plan) else named_plan(self.plan, identity)
         plan.check_serves(identity)
-        return plan
+        tau = dict(self.settings).get("tau")
+        return plan if tau is None else plan.with_tau(None if tau == "none" else float(tau))
 
 
 def _is_file(plan: str) -> bool:
@@ -97,6 +120,8 @@ def parse_arm(text: str) -> EngineArm:
         if key not in known or not sign or not value or key in options:
             raise LoopKVError(f"arm {label}", got=repr(pair)[:80], wanted=" or ".join(f"{k}=VALUE" for k in known))
         options[key] = value
+    if "tau" in options:
+        _check_tau(options["tau"], label)
     layers = _layers(options.pop("skip_layers", ""), label)
     return EngineArm(
         label=label,
@@ -106,6 +131,15 @@ def parse_arm(text: str) -> EngineArm:
         skip_layers=layers,
         settings=tuple(sorted(options.items())),
     )
+
+
+def _check_tau(text: str, label: str) -> None:
+    try:
+        good = text == "none" or 0 <= float(text) <= MAX_TAU
+    except ValueError:
+        good = False
+    if not good:
+        raise LoopKVError(f"arm {label}: tau", got=repr(text)[:40], wanted=f"none, or bits from 0 to {MAX_TAU}")
 
 
 def _layers(text: str, label: str) -> tuple[int, ...]:

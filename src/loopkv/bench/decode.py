@@ -28,6 +28,8 @@ from loopkv.records import Record, append_records, make_record, read_records
 DEFAULT_BATCHES = ("1", "peak/8", "peak/4", "peak/2", "3peak/4", "peak")
 DECODE_STEPS = 128
 OTHER_STEPS = 32
+TTFT_SLOT = "ttft"
+ALL_SLOTS = "all"
 WORKER = "loopkv.bench.decode_worker"
 _SLOT = re.compile(r"(?:(\d+)|(\d*)peak(?:/(\d+))?)", re.ASCII)
 Say = Callable[[str], None]
@@ -51,7 +53,11 @@ class DecodeSettings:
         arm_seconds: time budget of one arm's process.
         decode_steps: steps timed at the peak; other rows take at most 32.
         profile: also record GPU time by component and host launches at the peak (needs CUDA).
-        seed: of the prompts.
+        ttft: also record the time to the first token of one request, and the prefill rate of several at once.
+        ttft_prompts: how many at once (fewer where fewer fit).
+        prefill: really prefill the requests whose decode steps are timed, instead of generating their caches.
+        hot_share: of the history in generated caches: within 14 bits of the running maximum (dummy weights alone).
+        seed: of prompts, weights and caches.
     """
 
     model: Path
@@ -67,6 +73,10 @@ class DecodeSettings:
     arm_seconds: float = 600.0
     decode_steps: int = DECODE_STEPS
     profile: bool = False
+    ttft: bool = False
+    ttft_prompts: int = 16
+    prefill: bool = False
+    hot_share: float = 0.2
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,8 +84,17 @@ class DecodeSettings:
             raise LoopKVError("bench decode: contexts", got=self.contexts, wanted="tokens >= 1")
         if self.decode_steps < 1 or not self.arm_seconds > 0:
             raise LoopKVError("bench decode", got="no steps or no time", wanted="both above 0")
+        if self.ttft_prompts < 1:
+            raise LoopKVError("bench decode: prompts at once", got=self.ttft_prompts, wanted="at least 1")
+        if not 0.01 <= self.hot_share <= 0.9:
+            raise LoopKVError("bench decode: hot share", got=self.hot_share, wanted="0.01 to 0.9")
         for slot in self.batches:
             batch_of(slot, 8)
+
+    @property
+    def contents(self) -> str:
+        """What the caches hold, as it is kept in Records."""
+        return f"generated, hot share {self.hot_share:g}" if self.dummy and not self.prefill else "prefilled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +112,9 @@ class Job:
     settings: dict[str, Any]
     decode_steps: int
     profile: bool
+    ttft_prompts: int
+    prefill: bool
+    hot_share: float
     seed: int
     command: str
 
@@ -128,23 +150,35 @@ def batch_of(slot: str, peak: int) -> int:
 
 
 def missing_rows(settings: DecodeSettings, arm: EngineArm, records: Sequence[Record]) -> tuple[tuple[int, str], ...]:
-    """Rows (context, slot) of one arm without a Record of these settings."""
-    done = {
-        (r.settings.get("context_tokens"), r.settings.get("slot"))
+    """Rows (context, slot) of one arm without a Record of these settings.
+
+    A slot counts as measured where any slot gave its batch: ``64`` and ``peak`` are one row where 50 fit.
+    """
+    mine = [
+        r
         for r in records
-        if r.what in ("decode.step_ms", "decode.refused")
-        and r.model == settings.identity.name
+        if r.model == settings.identity.name
         and r.settings.get("arm") == arm.label
         and r.settings.get("spec") == arm.spec
         and r.settings.get("engine") == engine_text(settings)
+        and r.settings.get("contents") == settings.contents
+    ]
+    done = {
+        (r.settings.get("context_tokens"), r.settings.get("slot"))
+        for r in mine
+        if r.what in ("decode.step_ms", "decode.refused", "decode.prefill_tok_s")
     }
-    whole = {(context, "all") for context in settings.contexts} & done
-    return tuple(
-        (context, slot)
-        for context in settings.contexts
-        for slot in settings.batches
-        if (context, slot) not in done and (context, "all") not in whole
-    )
+    timed = [r.settings for r in mine if r.what == "decode.step_ms" and r.settings.get("peak_batch")]
+    peaks = {s["context_tokens"]: int(s["peak_batch"]) for s in timed}
+    batches = {(s["context_tokens"], s["batch"]) for s in timed}
+
+    def missing(context: int, slot: str) -> bool:
+        if (context, slot) in done or (context, ALL_SLOTS) in done:
+            return False
+        return slot == TTFT_SLOT or context not in peaks or (context, batch_of(slot, peaks[context])) not in batches
+
+    slots = ((TTFT_SLOT,) if settings.ttft else ()) + settings.batches
+    return tuple((context, slot) for context in settings.contexts for slot in slots if missing(context, slot))
 
 
 def engine_text(settings: DecodeSettings) -> str:
@@ -180,9 +214,14 @@ def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
 def _run_arm(settings: DecodeSettings, arm: EngineArm, rows: tuple[tuple[int, str], ...], say: Say) -> None:
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in arm.label)
     job_file, log = settings.work / f"{name}.job.json", settings.work / f"{name}.log"
-    place = {"arm": arm.label, "spec": arm.spec, "engine": engine_text(settings)}
+    place = {
+        "arm": arm.label,
+        "spec": arm.spec,
+        "engine": engine_text(settings),
+        "contents": settings.contents,
+    }
     job = Job(
-        arm=arm,
+        arm=arm.with_plan_file(settings.identity, settings.work),
         model=str(settings.model),
         dummy=settings.dummy,
         identity=settings.identity.model_dump(mode="json"),
@@ -193,6 +232,9 @@ def _run_arm(settings: DecodeSettings, arm: EngineArm, rows: tuple[tuple[int, st
         settings=place,
         decode_steps=settings.decode_steps,
         profile=settings.profile,
+        ttft_prompts=settings.ttft_prompts,
+        prefill=settings.prefill or not settings.dummy,
+        hot_share=settings.hot_share,
         seed=settings.seed,
         command=make_record("decode.step_ms", None, "ms").command,
     )
@@ -222,7 +264,8 @@ def _run_arm(settings: DecodeSettings, arm: EngineArm, rows: tuple[tuple[int, st
         return
     reason = _reason(log, status)
     say(f"{arm.label}: {reason} (see {log})")
-    refused = {**place, "reason": reason, "context_tokens": rows[0][0], "slot": "all"}
+    # No slot: an engine that failed is tried again by the next run.
+    refused = {**place, "reason": reason, "context_tokens": rows[0][0]}
     append_records(
         settings.output, [make_record("decode.refused", None, "", settings=refused, model=settings.identity.name)]
     )

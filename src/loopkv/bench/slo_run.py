@@ -183,7 +183,8 @@ class _Run:
             stock += ["--kv-cache-dtype", arm.kv_cache_dtype] if arm.kv_cache_dtype != "auto" else []
             stock += ["--kv-cache-dtype-skip-layers", *map(str, arm.skip_layers)] if arm.skip_layers else []
             return stock
-        return serve_command(str(self.settings.model), ServeSettings(**arm.additional_config()["loopkv"]), arguments)
+        given = arm.with_plan_file(self.settings.identity, self.settings.work / "plans")
+        return serve_command(str(self.settings.model), ServeSettings(**given.additional_config()["loopkv"]), arguments)
 
     def environment(self) -> dict[str, str]:
         return {"VLLM_SERVER_DEV_MODE": "1", **self.settings.environment}

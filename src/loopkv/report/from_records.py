@@ -23,6 +23,8 @@ from loopkv.report.sections.slo import slo_section
 SECTIONS = (decode_section, slo_section, quality_section, task_section, kernel_section)
 DRAWN_KINDS = {
     "decode.step_ms",
+    "decode.ttft_ms",
+    "decode.prefill_tok_s",
     "decode.component_us",
     "decode.refused",
     "kernel.us",

@@ -29,6 +29,9 @@ def decode_section(records: Sequence[Record]) -> Section | None:
     steps = of_kind(records, "decode.step_ms")
     figures: list[Figure] = []
     tables: list[Table] = []
+    alone = {(r.model or "", r.hardware) for r in of_kind(records, "decode.ttft_ms", "decode.prefill_tok_s")}
+    alone -= {(r.model or "", r.hardware) for r in steps}
+    tables += [t for place in sorted(alone) if (t := _prefill_table(records, *place)) is not None]
     for (model, hardware), group in grouped(steps, lambda r: (r.model or "", r.hardware)).items():
         rows = latest(group, "arm", "context_tokens", "batch")
         arms = arms_of(rows)
@@ -37,9 +40,12 @@ def decode_section(records: Sequence[Record]) -> Section | None:
             figure, table = _sweep(model, hardware, context, at, arms, launches)
             figures.append(figure)
             tables.append(table)
-        fits = _fit_table(rows, arms, f"{model} on {hardware}" if model else hardware)
-        tables += [fits] if fits is not None else []
+        where = f"{model} on {hardware}" if model else hardware
+        tables += [
+            t for t in (_fit_table(rows, arms, where), _prefill_table(records, model, hardware)) if t is not None
+        ]
     blocks: list[Figure | Table] = [*figures, *tables, *_breakdown(records)]
+    ran = {(text(r, "arm"), number(r, "context_tokens")): r.date for r in sorted(steps, key=lambda r: r.date)}
     refused = [record for record in records if record.what == "decode.refused"]
     if refused:
         blocks.append(
@@ -51,7 +57,7 @@ def decode_section(records: Sequence[Record]) -> Section | None:
                         text(r, "arm"),
                         figures_of(number(r, "context_tokens"), 6),
                         figures_of(number(r, "batch"), 6),
-                        text(r, "reason"),
+                        text(r, "reason") + (" (ran later)" if _ran_after(r, ran) else ""),
                     )
                     for r in latest(refused, "arm", "context_tokens", "batch", "reason")
                 ],
@@ -96,7 +102,7 @@ def _sweep(
 ) -> tuple[Figure, Table]:
     by_arm = {arm: sorted(g, key=lambda r: float(r.settings["batch"])) for arm, g in grouped(rows, _arm).items()}
     best = {arm: max(g, key=_tok_s) for arm, g in by_arm.items()}
-    base = baseline(list(by_arm))
+    base = stock_arm(rows)
     bound_ms = best[base].value if base is not None else None
     series = [
         Series(
@@ -119,6 +125,7 @@ def _sweep(
             pairs = [(int(r.settings["batch"]), float(r.value or 0) / 1e3) for r in by_arm[arm]]
             matched = matched_tokens_per_s(pairs, bound_ms / 1e3)
         ratio = "-" if base is None else f"{_tok_s(top) / _tok_s(best[base]):.2f}x"
+        at_time = "-" if base is None or matched is None else f"{matched / _tok_s(best[base]):.2f}x"
         table.append(
             (
                 arm,
@@ -129,6 +136,8 @@ def _sweep(
                 figures_of(top.value),
                 ratio,
                 figures_of(matched),
+                at_time,
+                _percent(number(top, "hot_share")),
                 figures_of(first.value) if first.settings["batch"] == 1 else "-",
                 figures_of(launches.get((arm, context)), 6),
             )
@@ -161,14 +170,82 @@ def _sweep(
         "step ms",
         f"x {base}" if base else "ratio",
         matched_name,
+        "x at\nthat time",
+        "hot",
         "batch-1\nstep ms",
         "launches\nper step",
     )
     note = (
         "KiB per token of history, both value planes. The matched column interpolates each arm's batch at the time per "
-        "token of the baseline's peak; a dash means that its smallest batch is already slower."
+        "token of the baseline's peak; a dash means that its smallest batch is already slower. Hot: share of the "
+        "history that V precision read with both value planes."
     )
     return figure, table_of(f"Decode at {context:,} tokens ({where})", columns, table, note)
+
+
+def stock_arm(rows: Sequence[Record]) -> str | None:
+    """The arm that ratios refer to: by its name, or vLLM's own cache at its defaults."""
+    named = baseline(arms_of(rows))
+    return named or next((text(r, "arm") for r in rows if r.settings.get("spec") == "stock"), None)
+
+
+def _ran_after(refused: Record, ran: dict[tuple[str, float | None], str]) -> bool:
+    """Whether an engine that failed (no slot is named) was started again and measured the same context."""
+    last = ran.get((text(refused, "arm"), number(refused, "context_tokens")), "")
+    return "slot" not in refused.settings and last > refused.date
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _prefill_table(records: Sequence[Record], model: str, hardware: str) -> Table | None:
+    """Time to the first token and prefill throughput of every arm and context."""
+    rows = [
+        r
+        for r in of_kind(records, "decode.ttft_ms", "decode.prefill_tok_s")
+        if (r.model or "", r.hardware) == (model, hardware)
+    ]
+    first = {
+        (text(r, "arm"), int(r.settings["context_tokens"])): r
+        for r in latest([r for r in rows if r.what == "decode.ttft_ms"], "arm", "context_tokens")
+    }
+    rates = {
+        (text(r, "arm"), int(r.settings["context_tokens"])): r
+        for r in latest([r for r in rows if r.what == "decode.prefill_tok_s"], "arm", "context_tokens")
+    }
+    if not rows:
+        return None
+    base = stock_arm(rows)
+
+    def over(found: dict[tuple[str, int], Record], arm: str, context: int) -> str:
+        one, other = found.get((arm, context)), found.get((base or "", context))
+        if one is None or other is None or not one.value or not other.value:
+            return "-"
+        return f"{one.value / other.value:.2f}x"
+
+    lines = []
+    for arm, context in sorted({*first, *rates}, key=lambda place: (place[1], arms_of(rows).index(place[0]))):
+        alone, together = first.get((arm, context)), rates.get((arm, context))
+        lines.append(
+            (
+                arm,
+                f"{context:,}",
+                figures_of(None if alone is None else alone.value),
+                over(first, arm, context),
+                figures_of(None if together is None else number(together, "batch"), 6),
+                figures_of(None if together is None else together.value),
+                over(rates, arm, context),
+            )
+        )
+    ratio = f"x {base}" if base else "ratio"
+    return table_of(
+        f"Prefill ({', '.join(part for part in (model, hardware) if part)})",
+        ("arm", "context", "first token\nms", f"{ratio} ", "prompts\nat once", "prompt\ntok/s", ratio),
+        lines,
+        "Time from submitting one prompt to an idle engine to its first token, and prompt tokens per second of several "
+        "submitted together.",
+    )
 
 
 def _arm(record: Record) -> str:
