@@ -1,0 +1,184 @@
+"""Prefill through FlashAttention 3: every chunk against the policy in fp32, within twice the error of plain BF16."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name
+from torch import Tensor
+
+from loopkv.engine.attention import KV, masked_attention, policy_mask
+from loopkv.kernels.cases import Case, CaseSpec, make_case
+from loopkv.vllm_plugin.metrics import Counters
+from loopkv.vllm_plugin.operators_cuda import CudaStepOperators
+from loopkv.vllm_plugin.prefill_cuda import flash_attention
+from loopkv.vllm_plugin.step import Step
+
+LENGTHS = (1, 31, 32, 33, 255, 256, 257, 287, 288, 289, 319, 320, 321, 352, 700, 2500)
+
+
+@pytest.fixture(autouse=True)
+def _needs_flash_attention() -> None:
+    if flash_attention() is None:
+        pytest.skip("no FlashAttention 3 on this device")
+
+
+def _operators(case: Case, max_tokens: int = 8192) -> CudaStepOperators:
+    return CudaStepOperators(
+        case.layout,
+        case.spec.dtype,
+        seed="sink",
+        max_rows=32,
+        max_tokens=max_tokens,
+        max_model_tokens=4096,
+        device=torch.device("cuda"),
+        counters=Counters(),
+    )
+
+
+def _step(case: Case, counts: list[int]) -> Step:
+    start = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lens = torch.tensor(case.spec.tokens, dtype=torch.int32)
+    return Step(
+        pool=case.pool.clone(),
+        history_table=case.history_table,
+        window_table=case.window_table,
+        seq_lens=lens.cuda(),
+        query_start=start.cuda(),
+        query_start_cpu=start,
+        max_query_tokens=max(counts),
+        max_seq_tokens=max(case.spec.tokens),
+        tokens=sum(counts),
+        seq_lens_cpu=lens,
+    )
+
+
+def _inputs(case: Case, cell: int, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """q near the planted direction; k, v as the case has them, in one buffer as a projection leaves them."""
+    generator = torch.Generator("cuda").manual_seed(cell)
+    qs, ks, vs = [], [], []
+    for row, count in enumerate(counts):
+        tokens = case.spec.tokens[row]
+        k, v = case.exact_kv(cell, row, range(tokens - count, tokens))
+        noise = torch.randn(count, 1, 1, device="cuda", generator=generator)
+        qs.append((case.q[cell, row].float() * (1 + 0.3 * noise)).to(case.spec.dtype))
+        ks.append(k)
+        vs.append(v)
+    qkv = torch.cat([torch.cat(qs), torch.cat(ks), torch.cat(vs)], dim=1)
+    heads = case.spec.kv_heads
+    q, k, v = qkv.split([heads * case.spec.group_queries, heads, heads], dim=1)
+    return q, k, v
+
+
+def _wanted(case: Case, cell: int, row: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The policy's result in fp32, and PyTorch's attention over the same tokens in BF16."""
+    policy, tokens = case.layout.policy, case.spec.tokens[row]
+    first = tokens - q.shape[0]
+    recent = policy.history_end(first + 1)
+    parts = [case.exact_kv(cell, row, range(min(policy.sink_tokens, tokens)))]
+    if policy.history_end(tokens) > policy.sink_tokens:
+        parts.append(case.history_kv(cell, row))
+    parts.append(case.exact_kv(cell, row, range(min(recent, tokens), tokens)))
+    keys, values = (torch.cat([part[i].float() for part in parts]) for i in (0, 1))
+    mask = policy_mask(policy, first, q.shape[0], q.device)
+    result = masked_attention(q.float()[None], KV(keys[None], values[None]), mask)[0]
+    group = case.spec.group_queries
+    k, v = (x.bfloat16().repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
+    plain = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=case.scale)
+    return result, plain.transpose(0, 1).float()
+
+
+def _check(case: Case, counts: list[int], step: Step | None = None, operators: CudaStepOperators | None = None) -> None:
+    operators = operators or _operators(case)
+    step = step or _step(case, counts)
+    operators.code_leaving_pages(step)
+    for cell in range(len(case.layout.cells)):
+        q, k, v = _inputs(case, cell, counts)
+        out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
+        operators.attend(cell, q, k, v, out, step)
+        at = 0
+        for row, count in enumerate(counts):
+            if count:
+                wanted, plain = _wanted(case, cell, row, q[at : at + count])
+                got = out[at : at + count].float()
+                size = wanted.norm(dim=(1, 2))
+                error, usual = ((x - wanted).norm(dim=(1, 2)) / size for x in (got, plain))
+                where = (cell, case.spec.tokens[row], count, int(error.argmax()), float(error.max()))
+                assert float((got - wanted).norm()) <= 2 * float((plain - wanted).norm()), where
+                assert float(error.max()) <= 2 * float(usual.max()), (where, float(usual.max()))
+            at += count
+
+
+SHAPES = [(64, 1), (128, 1), (128, 4), (64, 4), (96, 1), (256, 2)]
+
+
+@pytest.mark.parametrize("options", [("int4", "int2"), ("bf16", "int4")], ids=",".join)
+@pytest.mark.parametrize(("dim", "group"), SHAPES)
+def test_whole_prompts_of_every_length(dim: int, group: int, options: tuple[str, ...]) -> None:
+    spec = CaseSpec((*LENGTHS, 0), 2, group, dim, options, keep_exact=True, window_block_tokens=10)
+    _check(make_case(spec, "cuda"), list(spec.tokens))
+
+
+@pytest.mark.parametrize("options", [("share", "int4"), ("int2", "bf16")], ids=",".join)
+@pytest.mark.parametrize(("dim", "group"), SHAPES)
+def test_chunks_beside_decode_rows_and_padding(dim: int, group: int, options: tuple[str, ...]) -> None:
+    tokens = (400, 1000, 300, 0, *LENGTHS, 0, 2500, 777)
+    counts = [1, 1, 3, 0, *(min(n, size) for n, size in zip(LENGTHS, (256, 64, 100, 255) * 4, strict=True)), 0, 48, 1]
+    spec = CaseSpec(tokens, 2, group, dim, options, keep_exact=True, history_block_tokens=64)
+    _check(make_case(spec, "cuda"), counts)
+
+
+@pytest.mark.parametrize("chunk", [49, 64, 256, 300])
+def test_chunk_size_changes_nothing_but_rounding(chunk: int) -> None:
+    case = make_case(CaseSpec((1000,), 2, 1, 128, ("int4", "int4"), keep_exact=True), "cuda")
+    q, k, v = _inputs(case, 0, [600])
+    wanted, plain = _wanted(case, 0, 0, q)
+    out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
+    operators, whole = _operators(case), _step(case, [600])
+    for begin in range(0, 600, chunk):
+        end = min(begin + chunk, 600)
+        lens = torch.tensor([400 + end], dtype=torch.int32)
+        start = torch.tensor([0, end - begin], dtype=torch.int32)
+        step = dataclasses.replace(
+            whole,
+            seq_lens=lens.cuda(),
+            seq_lens_cpu=lens,
+            query_start=start.cuda(),
+            query_start_cpu=start,
+            max_query_tokens=end - begin,
+            tokens=end - begin,
+        )
+        operators.code_leaving_pages(step)
+        part = slice(begin, end)
+        operators.attend(0, q[part], k[part], v[part], out[part], step)
+    assert float((out.float() - wanted).norm()) <= 2 * float((plain - wanted).norm())
+
+
+def test_tokens_that_leave_inside_their_chunk_have_no_block() -> None:
+    case = make_case(CaseSpec((1000,), 2, 1, 128, ("int4", "int2"), keep_exact=True), "cuda")
+    step = _step(case, [700])
+    size, policy = case.layout.window_block_tokens, case.layout.policy
+    table = case.window_table.clone()
+    table[0, -(-300 // size) : policy.history_end(1000) // size] = 0
+    _check(case, [700], dataclasses.replace(step, window_table=table))
+
+
+def test_rows_are_divided_where_the_scratch_is_small_and_repeat_exactly() -> None:
+    spec = CaseSpec((1800, 1900, 2100, 2500), 2, 1, 128, ("int4", "int4"), keep_exact=True)
+    case, counts = make_case(spec, "cuda"), [200, 256, 100, 256]
+    operators = _operators(case)
+    assert operators.prefill is not None
+    operators.prefill.coded_tokens = 4096
+    _check(case, counts, operators=operators)
+    step = _step(case, counts)
+    operators.code_leaving_pages(step)
+    q, k, v = _inputs(case, 0, counts)
+    first, second = torch.empty_like(q).contiguous(), torch.empty_like(q).contiguous()
+    operators.attend(0, q, k, v, first, step)
+    operators.attend(0, q, k, v, second, step)
+    assert torch.equal(first, second)
+    operators.prefill.coded_tokens = 2400  # the longest row takes the other kernel
+    _check(case, counts, operators=operators)
