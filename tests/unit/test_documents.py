@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
+import socket
+import tracemalloc
 
 import pytest
 
@@ -11,6 +14,7 @@ from loopkv import reference
 from loopkv.errors import DocumentError
 from loopkv.models import load_tokenizer
 from loopkv.policy import DEFAULT_POLICY, Policy
+from loopkv.profiler import documents
 from loopkv.profiler.documents import Document, documents_sha256, load_documents, min_document_tokens
 from loopkv.profiler.own_documents import read_prompts
 
@@ -141,3 +145,49 @@ def test_prompts(tmp_path):
         read_prompts(path)
     with pytest.raises(DocumentError, match="No such file"):
         read_prompts(tmp_path / "none")
+
+
+@pytest.mark.parametrize("line_end", [b"", b"\n"])
+def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, load, monkeypatch, line_end):
+    """64 MiB of blanks pack into some 10 KB; neither one line nor many may fill the memory."""
+    monkeypatch.setattr(documents, "MAX_TEXT_BYTES", 1 << 20)
+    path = tmp_path / "d.jsonl.xz"
+    path.write_bytes(lzma.compress((b" " * 4095 + (line_end or b" ")) * (16 << 10)))
+    assert path.stat().st_size < 20_000
+    tracemalloc.start()
+    with pytest.raises(DocumentError, match="more than 1048576 bytes of text"):
+        load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_the_limit_counts_what_is_read(tmp_path, load, monkeypatch):
+    path = _jsonl(tmp_path / "d.jsonl.xz", *([LONG] * 3))
+    one = len(json.dumps({"text": LONG, "id": 1})) + 1
+    monkeypatch.setattr(documents, "MAX_TEXT_BYTES", 3 * one)
+    assert len(load(path).documents) == 3
+    monkeypatch.setattr(documents, "MAX_TEXT_BYTES", 3 * one - 1)
+    assert len(load(path, limit=2).documents) == 2
+    with pytest.raises(DocumentError, match="bytes of text"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.xz", "d.txt"])
+def test_pipes_sockets_and_devices_do_not_block(tmp_path, load, name, monkeypatch):
+    path = tmp_path / name
+    for reader in (load, read_prompts):
+        os.mkfifo(path)
+        with pytest.raises(DocumentError, match="a named pipe"):
+            reader(path)
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        with pytest.raises(DocumentError, match="a device"):
+            reader(path)
+        path.unlink()
+        monkeypatch.chdir(tmp_path)  # the name of a socket is short
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(name)
+            with pytest.raises(DocumentError, match="a socket"):
+                reader(path)
+        path.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -78,8 +79,14 @@ def test_values_that_are_not_finite_never_enter(tmp_path):
 
 
 def test_a_folder_is_no_journal(tmp_path):
-    with pytest.raises(LoopKVError, match="cannot write"):
+    with pytest.raises(LoopKVError, match="a directory"):
         Journal(tmp_path, "key")
+
+
+def test_a_pipe_is_no_journal(tmp_path):
+    os.mkfifo(tmp_path / "j")
+    with pytest.raises(LoopKVError, match="a named pipe"):
+        Journal(tmp_path / "j", "key")
 
 
 @pytest.mark.parametrize("restart", [False, True])

@@ -150,7 +150,7 @@ NOT_OURS = [
 def test_settings_that_the_forward_pass_does_not_implement_are_refused(folder, change):
     """Each loads without a missing tensor, and would answer as another model."""
     edit_config(folder, **change)
-    (name, value), *_ = change.items()
+    name = next(iter(change))
     for load in (load_model, fingerprint_model):
         with pytest.raises(UnsupportedError, match=rf"config\.json: {name}.* got .*wanted ") as caught:
             load(folder)
@@ -248,7 +248,7 @@ def test_a_config_that_is_none_is_one_sentence(folder, content):
 
 
 def test_pipes_in_a_model_folder_do_not_block(folder):
-    for name, words in (("config.json", "a pipe"), ("model.safetensors", r"no model\.safetensors")):
+    for name, words in (("config.json", "a named pipe"), ("model.safetensors", r"no model\.safetensors")):
         kept = (folder / name).read_bytes()
         (folder / name).unlink()
         os.mkfifo(folder / name)

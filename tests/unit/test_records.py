@@ -1,9 +1,17 @@
 """Records survive a file, a torn last line, and say how they were made."""
 
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import loopkv
 from loopkv.errors import LoopKVError
-from loopkv.records import append_records, make_record, read_records
+from loopkv.records import _checkout_commit, append_records, make_record, read_records
 
 
 def test_round_trip_and_provenance(tmp_path):
@@ -44,3 +52,97 @@ def test_records_that_cannot_be_written_are_one_sentence(tmp_path):
     for target in (tmp_path, tmp_path / "file" / "r.jsonl"):
         with pytest.raises(LoopKVError, match="cannot write"):
             append_records(target, [make_record("x", 1.0, "s")])
+
+
+GOOD = json.loads(make_record("x", 1.0, "s").model_dump_json())
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "broken JSON"),
+        ("[]", "got list"),
+        ("3", "got int"),
+        (json.dumps({**GOOD, "value": "fast"}), "value, got 'fast'"),
+        (json.dumps({**GOOD, "samples": [1, "two"]}), r"samples\.1, got 'two'"),
+        (json.dumps({key: GOOD[key] for key in GOOD if key != "unit"}), "unit, got nothing"),
+        (json.dumps({**GOOD, "speed": 3}), "speed, got a field that no Record has"),
+        (json.dumps({**GOOD, "what": ""}), "what, got ''"),
+    ],
+)
+def test_an_invalid_line_says_where_and_what(tmp_path, line, words):
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n\n{line}\n{json.dumps(GOOD)}\n")
+    with pytest.raises(LoopKVError, match=rf"records {path}, line 3.*{words}") as caught:
+        list(read_records([path]))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    # a last line without an end is passed over only where it is torn, not where it is whole and wrong
+    path.write_text(f"{json.dumps(GOOD)}\n\n{line}")
+    if words == "broken JSON":
+        assert len(list(read_records([path]))) == 1
+    else:
+        with pytest.raises(LoopKVError, match="line 3"):
+            list(read_records([path]))
+
+
+def test_appending_after_a_torn_line_drops_it(tmp_path):
+    """A run that was killed while it wrote, and run again."""
+    record = make_record("x", 1.0, "s")
+    whole = record.model_dump_json() + "\n"
+    for length in range(9, len(whole) - 1, 7):
+        path = tmp_path / "r.jsonl"
+        path.write_text(whole + whole[:length])
+        append_records(path, [record])
+        assert path.read_text() == whole * 2
+    path.write_text(whole + whole.rstrip())  # whole, only the end of the line is missing
+    append_records(path, [record])
+    assert path.read_text() == whole * 3
+    path.write_text("notes of somebody")
+    append_records(path, [record])
+    assert path.read_text() == "notes of somebody\n" + whole
+
+
+def test_pipes_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "r.jsonl")
+    with pytest.raises(LoopKVError, match="a named pipe"):
+        list(read_records([tmp_path / "r.jsonl"]))
+    with pytest.raises(LoopKVError, match="a directory"):
+        list(read_records([tmp_path]))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["a b", "it's", "$HOME", "*.json", ""], ["--named", "per-loop:int4,int2,share", "x;rm -rf y"]]
+)
+def test_the_command_can_be_pasted_into_a_shell(monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/loopkv", "measure", *arguments])
+    assert shlex.split(make_record("x", 1.0, "s").command) == ["loopkv", "measure", *arguments]
+    monkeypatch.setattr(sys, "argv", ["loopkv", os.fsdecode(b"\xff.json")])
+    assert "udcff.json" in json.loads(make_record("x", 1.0, "s").model_dump_json())["command"]
+
+
+def test_the_commit_is_of_the_package_s_own_checkout_alone(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    own = tmp_path / "src" / "loopkv"
+    installed = tmp_path / ".venv" / "lib" / "site-packages" / "loopkv"
+    for folder in (own, installed):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    assert _checkout_commit(own) is None  # no repository
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "theirs")
+    assert _checkout_commit(own) is None  # at the right place, but not tracked
+    assert _checkout_commit(installed) is None  # in an environment inside somebody's repository
+    git("add", "src")
+    git("commit", "-q", "-m", "ours")
+    assert _checkout_commit(own) == git("rev-parse", "HEAD")
+    assert _checkout_commit(installed) is None
+    (own / "__init__.py").write_text("changed")
+    assert _checkout_commit(own) == git("rev-parse", "HEAD") + "-dirty"
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))  # as in a hook of another repository
+    assert _checkout_commit(tmp_path.parent) is None
+    here = Path(loopkv.__file__).resolve().parent
+    assert _checkout_commit(here) != git("rev-parse", "HEAD")

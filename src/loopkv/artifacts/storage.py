@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from loopkv.errors import LoopKVError, PlanVersionError
+from loopkv.paths import check_input_file
 
 MAX_ARTIFACT_BYTES = 64 << 20
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -23,6 +23,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path`` so that a crash leaves the old file or the new one, never a part."""
     path = Path(path)
     try:
+        path = path.resolve() if path.is_symlink() else path  # the file behind a link, not the link
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     except OSError as error:
@@ -46,23 +47,17 @@ def write_atomically(path: Path, data: bytes) -> None:
 def read_json(path: Path, error: type[LoopKVError], what: str) -> dict[str, Any]:
     """The JSON object in ``path``; anything else raises ``error`` with one clear sentence."""
     path = Path(path)
+    size_bytes = check_input_file(path, what, error, "a JSON file")
     try:
-        status = path.stat()
-        if stat.S_ISDIR(status.st_mode):
-            raise error(f"{what} {path}", got="a directory", wanted="a JSON file")
-        if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device may never end
-            raise error(f"{what} {path}", got="a pipe or device", wanted="a regular file")
         with path.open("rb") as file:
-            content = file.read(MAX_ARTIFACT_BYTES + 1) if status.st_size <= MAX_ARTIFACT_BYTES else None
+            content = file.read(MAX_ARTIFACT_BYTES + 1) if size_bytes <= MAX_ARTIFACT_BYTES else None
         if content is None or len(content) > MAX_ARTIFACT_BYTES:
-            raise error(f"{what} {path}", got=f"{status.st_size} bytes", wanted=f"<= {MAX_ARTIFACT_BYTES}")
+            raise error(f"{what} {path}", got=f"{size_bytes} bytes", wanted=f"<= {MAX_ARTIFACT_BYTES}")
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         raise error(f"{what} {path}", got="bytes that are not UTF-8", wanted="a JSON file") from None
     except OSError as problem:
         raise error(f"{what} {path}", got=problem.strerror, wanted="a readable JSON file") from None
-    except ValueError as problem:  # a null byte in the path
-        raise error(f"{what} {str(path)!r}", got=str(problem), wanted="a path") from None
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as problem:

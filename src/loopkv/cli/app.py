@@ -1,4 +1,4 @@
-"""The ``loopkv`` command: collects the verbs and turns our errors into one sentence and a non-zero exit."""
+"""The ``loopkv`` command: collects the verbs; how it ends is in ``process``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import typer
 
 import loopkv
-from loopkv.errors import LoopKVError
+from loopkv.cli import process
 
 VERBS: tuple[str, ...] = (
     "profile",
@@ -61,13 +61,5 @@ def main() -> None:
         # Names and texts may hold what the terminal's encoding lacks: shown as escapes, never a traceback.
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
-    try:
+    with process.ends_like_other_tools():
         app()
-    except LoopKVError as error:
-        typer.echo(f"loopkv: error: {error}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        typer.echo("loopkv: interrupted", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(141)

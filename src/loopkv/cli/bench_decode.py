@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from loopkv.records import Record
+
+from loopkv.paths import check_output_file, check_output_folder
+
+WIDTH = 120
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +26,12 @@ def decode_command(
         list[str],
         typer.Option(metavar="[LABEL=]SPEC", help="stock, stock:fp8, a plan file or a plan name; repeat. Twice: A/A."),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Records file; a run resumes from what it holds.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", callback=check_output_file, help="Records file; a run resumes from what it holds."
+        ),
+    ],
     geometry: Annotated[
         str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b|tiny", help="Dummy weights of this geometry.")
     ] = None,
@@ -31,13 +44,28 @@ def decode_command(
     steps: Annotated[int, typer.Option(help="Decode steps timed at the largest batch.")] = 128,
     arm_seconds: Annotated[float, typer.Option(metavar="S", help="Time budget of one arm.")] = 600.0,
     profile: Annotated[bool, typer.Option(help="Also GPU time by component and launches per step (CUDA).")] = False,
+    ttft: Annotated[
+        bool, typer.Option("--ttft", help="Also time to first token and prefill throughput (really prefills).")
+    ] = False,
+    ttft_prompts: Annotated[int, typer.Option(metavar="N", help="Prompts at once for the throughput.")] = 16,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Prefill the requests of decode rows instead of generating their caches.")
+    ] = False,
+    hot_share: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of the history in generated caches, within 14 bits of the maximum.")
+    ] = 0.2,
     engine: Annotated[
         str, typer.Option(metavar="JSON", help="Options of vllm.LLM, e.g. '{\"gpu_memory_utilization\": 0.9}'.")
     ] = "{}",
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    work: Annotated[Path, typer.Option(help="Folder for job files and logs.")] = Path("build/bench-decode"),
+    work: Annotated[Path, typer.Option(callback=check_output_folder, help="Folder for job files and logs.")] = Path(
+        "build/bench-decode"
+    ),
 ) -> None:
     """Measure decode steps of B resident requests, up to the resident peak, for every arm.
+
+    Dummy weights are drawn so that activations and scores are those of a healthy network, and the requests' caches are
+    generated instead of prefilled: a row costs seconds. V precision finds --hot-share of the history hot.
 
     Example: loopkv bench decode --geometry ouro-1.4b --arm bf16=stock --arm kivi4 --arm bf16=stock -o decode.jsonl
     """
@@ -82,11 +110,35 @@ def decode_command(
         arm_seconds=arm_seconds,
         decode_steps=steps,
         profile=profile,
+        ttft=ttft,
+        ttft_prompts=ttft_prompts,
+        prefill=prefill,
+        hot_share=hot_share,
         seed=seed,
     )
     records = run_decode(settings, lambda line: typer.echo(line, err=True))
-    for record in records:
-        s = record.settings
-        if record.what == "decode.tok_s":
-            typer.echo(f"{s['arm']}: context {s['context_tokens']}, batch {s['batch']}: {record.value:,.1f} tok/s")
+    print_decode(records)
     typer.echo(f"{output}: {len(records)} records; loopkv report {output} -o report.html", err=True)
+
+
+def print_decode(records: Sequence[Record]) -> None:
+    """The report's tables of decode Records on a terminal: sweeps with ratios and matched time, the step-time model."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    from loopkv.cli._render import console
+    from loopkv.report.page import Table
+    from loopkv.report.sections.decode import decode_section
+
+    screen = console()
+    if not screen.is_terminal and screen.width < WIDTH:
+        screen = Console(highlight=False, markup=False, emoji=False, width=WIDTH)
+    section = decode_section(records)
+    for table in (block for block in section.blocks if isinstance(block, Table)) if section is not None else ():
+        grid = Grid(title=table.title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+        for index, column in enumerate(table.columns):
+            numeric = index in table.numeric
+            grid.add_column(column, justify="right" if numeric else "left", no_wrap=index == 0, overflow="fold")
+        for row in table.rows:
+            grid.add_row(*(str(cell) for cell in row))
+        screen.print(grid)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from loopkv.paths import check_output_file
+
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
@@ -26,7 +28,9 @@ def register(app: typer.Typer) -> None:
 
 
 def kernel_command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Append Records to this file.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=check_output_file, help="Append Records to this file.")
+    ],
     options: Annotated[str, typer.Option(metavar="O,O,...", help="Of bf16, int4, int2, share.")] = "int4,int2",
     batches: Annotated[str, typer.Option(metavar="B,B,...", help="Rows of a launch.")] = "32",
     contexts: Annotated[str, typer.Option(metavar="N,N,...", help="Tokens of every row.")] = "16384",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.paths import check_output_file, check_output_folder
+
 if TYPE_CHECKING:
     from loopkv.bench.slo_run import SloResult, SloSettings
 
@@ -22,7 +24,12 @@ def slo_command(
         list[str], typer.Option(metavar="[LABEL=]SPEC", help="stock, stock:fp8, a plan file or a plan name; repeat.")
     ],
     rates: Annotated[str, typer.Option(metavar="R,R,...", help="Rungs: arrival rates in requests/s.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Records file; a run resumes from what it holds.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", callback=check_output_file, help="Records file; a run resumes from what it holds."
+        ),
+    ],
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Checkpoint to serve.")] = None,
     geometry: Annotated[
         str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b|tiny", help="Dummy weights instead of --model.")
@@ -40,7 +47,9 @@ def slo_command(
     ] = None,
     natural_end: Annotated[bool, typer.Option(help="Let answers end by themselves (output_tokens caps them).")] = False,
     all_rungs: Annotated[bool, typer.Option(help="Also run rungs above one that fails every bound.")] = False,
-    work: Annotated[Path, typer.Option(help="Folder for logs and scratch files.")] = Path("build/bench-slo"),
+    work: Annotated[Path, typer.Option(callback=check_output_folder, help="Folder for logs and scratch files.")] = Path(
+        "build/bench-slo"
+    ),
     server_arg: Annotated[
         list[str] | None,
         typer.Option(metavar="ARG", help="Further argument of vllm serve, e.g. --server-arg=--enforce-eager."),

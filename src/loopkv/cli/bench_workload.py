@@ -7,13 +7,17 @@ from typing import Annotated
 
 import typer
 
+from loopkv.paths import check_output_file
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
     @app.command()
     def workload(
-        output: Annotated[Path, typer.Option("--output", "-o", help="JSON-lines file to write.")],
+        output: Annotated[
+            Path, typer.Option("--output", "-o", callback=check_output_file, help="JSON-lines file to write.")
+        ],
         traffic: Annotated[
             str, typer.Option(help="reasoning (mean output 11K, maximum length 16K) or small.")
         ] = "reasoning",

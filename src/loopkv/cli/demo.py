@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.paths import check_output_folder
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -18,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def demo(
-        output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the report.")] = Path("build/demo"),
+        output: Annotated[
+            Path, typer.Option("--output", "-o", callback=check_output_folder, help="Folder for the report.")
+        ] = Path("build/demo"),
         model: Annotated[
             Path | None, typer.Option(help="Folder of a looped model; the embedded reference model by default.")
         ] = None,

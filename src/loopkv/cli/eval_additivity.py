@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loopkv.cli.documents import DEFAULT_TOKENS, SeedOption, TokensOption
+from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,9 +33,14 @@ def add(group: typer.Typer) -> None:
         every_budget: Annotated[
             bool, typer.Option(help="Also compare at the bytes of every per-loop and per-layer plan (long).")
         ] = True,
-        records: Annotated[Path | None, typer.Option("--records", help="Append Records to this file.")] = None,
+        records: Annotated[
+            Path | None, typer.Option("--records", callback=check_output_file, help="Append Records to this file.")
+        ] = None,
         journal: Annotated[
-            Path, typer.Option("--journal", help="Measurements so far; a later run continues from them.")
+            Path,
+            typer.Option(
+                "--journal", callback=check_output_file, help="Measurements so far; a later run continues from them."
+            ),
         ] = Path("additivity.journal"),
         seed: SeedOption = 0,
         device: Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")] = "cpu",

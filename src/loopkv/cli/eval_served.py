@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.paths import check_output_file
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -40,7 +42,9 @@ def add(group: typer.Typer) -> None:
             str, typer.Option(metavar="JSON", help="Options of vllm.LLM, e.g. '{\"enforce_eager\": true}'.")
         ] = "{}",
         seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and of the pages checked.")] = 0,
-        records: Annotated[Path | None, typer.Option("--records", help="Append Records to this file.")] = None,
+        records: Annotated[
+            Path | None, typer.Option("--records", callback=check_output_file, help="Append Records to this file.")
+        ] = None,
         accept_weights: Annotated[
             bool, typer.Option("--accept-weights", help="Allow plans made for a sibling checkpoint.")
         ] = False,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.paths import check_output_file
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -33,9 +35,14 @@ def add(group: typer.Typer) -> None:
         ] = None,
         batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts that run together.")] = 8,
         seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the bootstrap.")] = 0,
-        records: Annotated[Path | None, typer.Option("--records", help="Append Records to this file.")] = None,
+        records: Annotated[
+            Path | None, typer.Option("--records", callback=check_output_file, help="Append Records to this file.")
+        ] = None,
         journal: Annotated[
-            Path | None, typer.Option("--journal", help="Keep answers here; a later run reads them back.")
+            Path | None,
+            typer.Option(
+                "--journal", callback=check_output_file, help="Keep answers here; a later run reads them back."
+            ),
         ] = None,
         restart: Annotated[bool, typer.Option("--restart", help="Drop the answers in the journal.")] = False,
         per_task: Annotated[bool, typer.Option("--per-task", help="Also show every task of the groups.")] = False,

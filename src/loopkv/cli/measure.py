@@ -20,6 +20,7 @@ from loopkv.cli.documents import (
     SkipOption,
     TokensOption,
 )
+from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,9 +45,14 @@ def register(app: typer.Typer) -> None:
         batch: BatchOption = None,
         device: Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")] = "cpu",
         write: Annotated[bool, typer.Option("--write", help="Write the measurement into the plan files.")] = False,
-        records: Annotated[Path | None, typer.Option("--records", help="Append Records to this file.")] = None,
+        records: Annotated[
+            Path | None, typer.Option("--records", callback=check_output_file, help="Append Records to this file.")
+        ] = None,
         journal: Annotated[
-            Path | None, typer.Option("--journal", help="Keep results here; a later run reads them back.")
+            Path | None,
+            typer.Option(
+                "--journal", callback=check_output_file, help="Keep results here; a later run reads them back."
+            ),
         ] = None,
         accept_weights: Annotated[
             bool, typer.Option("--accept-weights", help="Allow plans made for a sibling checkpoint.")
@@ -69,6 +75,8 @@ def register(app: typer.Typer) -> None:
         loaded = [load_or_name(plan, fingerprint) for plan in plans]
         for plan, _ in loaded:
             plan.check_serves(fingerprint, accept_weights=accept_weights)
+        for _, path in loaded if write else ():
+            check_output_file(path)
         policies = {plan.policy for plan, _ in loaded}
         if len(policies) > 1:
             raise LoopKVError("plans", got=f"{len(policies)} sets of constants", wanted="plans of one policy")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loopkv.errors import UnsupportedError
+from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
     from loopkv.artifacts import Budget, Fingerprint, Profile
@@ -51,7 +52,9 @@ def plan_command(
     model: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Checkpoint, for --named without a profile.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=check_output_file, metavar="FILE", help="Write the plan.")
+    ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Name of the plan (default: after its goal).")
     ] = None,

@@ -19,6 +19,7 @@ from loopkv.cli.documents import (
     SkipOption,
     TokensOption,
 )
+from loopkv.paths import check_output_file
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +28,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def profile(
         model: Annotated[Path, typer.Argument(help="Folder of the looped model (Hugging Face layout).")],
-        output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write.")],
+        output: Annotated[Path, typer.Option("--output", "-o", callback=check_output_file, help="Profile to write.")],
         documents: DocumentsOption = None,
         prompts: PromptsOption = None,
         limit: LimitOption = DEFAULT_LIMIT,
@@ -37,7 +38,8 @@ def register(app: typer.Typer) -> None:
         batch: BatchOption = None,
         device: Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")] = "cpu",
         records: Annotated[
-            Path | None, typer.Option("--records", help="Append a Record of KL_share to this file.")
+            Path | None,
+            typer.Option("--records", callback=check_output_file, help="Append a Record of KL_share to this file."),
         ] = None,
         restart: Annotated[bool, typer.Option("--restart", help="Drop what an interrupted run left.")] = False,
     ) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from loopkv.paths import check_output_file, check_output_folder
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -14,8 +16,13 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def report(
         results: Annotated[list[Path], typer.Argument(help="Record files (JSON lines), e.g. results/*.jsonl.")],
-        output: Annotated[Path, typer.Option("--output", "-o", help="Page to write.")] = Path("report.html"),
-        png: Annotated[Path | None, typer.Option(help="Also write every figure as PNG into this folder.")] = None,
+        output: Annotated[
+            Path, typer.Option("--output", "-o", callback=check_output_file, help="Page to write.")
+        ] = Path("report.html"),
+        png: Annotated[
+            Path | None,
+            typer.Option(callback=check_output_folder, help="Also write every figure as PNG into this folder."),
+        ] = None,
         title: Annotated[str, typer.Option(help="Title of the page.")] = "LoopKV results",
     ) -> None:
         """Draw tables and plots from Records alone: no model, no GPU.

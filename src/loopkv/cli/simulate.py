@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loopkv.errors import UnsupportedError
+from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
     from loopkv.bench.simulate_study import SimulationStudy
@@ -26,6 +27,7 @@ def simulate_command(
         list[str], typer.Option(metavar="[LABEL=]SPEC", help="stock, stock:fp8, a plan file or a plan name; repeat.")
     ],
     geometry: Annotated[str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b", help="A known model.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers, instead of the geometry's (as for bench slo).")] = None,
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Checkpoint instead of --geometry.")] = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help="As for loopkv capacity; H200 by default.")] = None,
     bandwidth: Annotated[float | None, typer.Option(metavar="TB/S", help="Effective bandwidth of a step.")] = None,
@@ -52,7 +54,9 @@ def simulate_command(
     ttft: Annotated[str, typer.Option(metavar="S,S,...", help="TTFT bounds in seconds.")] = "10",
     max_running: Annotated[int, typer.Option(help="Most running requests (max_num_seqs).")] = 256,
     max_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Append Records to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=check_output_file, help="Append Records to this file.")
+    ] = None,
 ) -> None:
     """Replay a workload through the step-time model and true block counts: attainment by rate, and capacity.
 
@@ -61,6 +65,7 @@ def simulate_command(
     from loopkv.artifacts import Fingerprint
     from loopkv.bench.arms import parse_arms
     from loopkv.bench.cache_arms import cache_arm
+    from loopkv.bench.dummy_model import dummy_shape, shape_size
     from loopkv.bench.simulate import EngineModel
     from loopkv.bench.simulate_study import simulate_study, study_records
     from loopkv.bench.slo import Bounds, tau0_context_tokens
@@ -80,8 +85,15 @@ def simulate_command(
         raise UnsupportedError("--hot-share", got=hot_share, wanted="a share from 0 to 1")
     starts = _seeds(seeds)
     requests = read_workload(workload)
-    size = _model_size(model, geometry, None)
-    identity = Fingerprint(name=geometry or str(model), geometry=size.geometry)
+    name = geometry or str(model)
+    if layers is not None:
+        if geometry is None:
+            raise UnsupportedError("--layers", got="no --geometry", wanted="a known geometry to cut")
+        size = shape_size(dummy_shape(geometry, layers))
+        name = f"{geometry}, {layers} layers (dummy)"
+    else:
+        size = _model_size(model, geometry, None)
+    identity = Fingerprint(name=name, geometry=size.geometry)
     context = tau0_context_tokens(requests, tau0_rule)
     prediction = predict_capacity(
         [],

@@ -18,6 +18,7 @@ from loopkv.cli.documents import (
     SkipOption,
     TokensOption,
 )
+from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,10 +34,13 @@ def register(app: typer.Typer) -> None:
         model: Annotated[Path, typer.Argument(help="Folder of the looped model (Hugging Face layout).")],
         plan: Annotated[str, typer.Argument(help="Plan file, or a name such as kivi4 (then give --output).")],
         output: Annotated[
-            Path | None, typer.Option("--output", "-o", help="Plan to write. Default: the plan file itself.")
+            Path | None,
+            typer.Option(
+                "--output", "-o", callback=check_output_file, help="Plan to write. Default: the plan file itself."
+            ),
         ] = None,
         candidates: Annotated[str, typer.Option(help="Thresholds to try, in bits.")] = "10,12,14,16",
-        tolerance: Annotated[float, typer.Option(help="Growth of the KL that is allowed.")] = 0.02,
+        tolerance: Annotated[float, typer.Option(help="Share by which the KL may grow.")] = 0.02,
         documents: DocumentsOption = None,
         prompts: PromptsOption = None,
         limit: LimitOption = DEFAULT_LIMIT,
@@ -48,7 +52,7 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--accept-weights", help="Allow a plan made for a sibling checkpoint.")
         ] = False,
     ) -> None:
-        """Write into a plan the smallest threshold whose KL stays within 2% of reading both value planes always.
+        """Write into a plan the smallest threshold whose KL is within the tolerance of reading both value planes.
 
         Example: [bold]loopkv tau Ouro-1.4B plan.json --documents texts.jsonl[/bold]
         """
@@ -59,16 +63,16 @@ def register(app: typer.Typer) -> None:
         from loopkv.errors import LoopKVError
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
         from loopkv.profiler import tau as sweep_tau
+        from loopkv.profiler.thresholds import check_sweep
 
+        thresholds = _thresholds(candidates)
         fingerprint = fingerprint_model(model)
         loaded, path = load_or_name(plan, fingerprint)
         target = output or path
         if target is None:
             raise LoopKVError(f"plan {plan!r}", got="a name", wanted="--output", hint="name the plan file to write")
-        try:
-            thresholds = [float(part) for part in candidates.split(",")]
-        except ValueError:
-            raise LoopKVError("--candidates", got=repr(candidates)[:80], wanted="numbers such as 10,12,14,16") from None
+        check_output_file(target)
+        check_sweep(loaded, thresholds, tolerance)
         loaded.check_serves(fingerprint, accept_weights=accept_weights)
         looped = load_model(model, device=resolve_device(device))
         request = Request(documents, prompts, skip, limit, max_tokens, seed)
@@ -92,6 +96,15 @@ def register(app: typer.Typer) -> None:
         else:
             typer.echo(f"tau {sweep.plan.tau:g}")
         typer.echo(f"wrote {target}")
+
+
+def _thresholds(text: str) -> list[float]:
+    from loopkv.errors import LoopKVError
+
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise LoopKVError("--candidates", got=repr(text)[:80], wanted="numbers such as 10,12,14,16") from None
 
 
 def table(sweep: TauSweep) -> Table:

@@ -50,9 +50,10 @@ def refuse_unknown(names: Collection[str], what: str) -> None:
         ModelFormatError: there are any; names one and how many.
     """
     if names:
+        count = f"{len(names)} tensor{'s' * (len(names) > 1)}"
         raise ModelFormatError(
             what,
-            got=f"{len(names)} tensor{'s' * (len(names) > 1)} that the forward pass leaves out, such as {min(names)[:120]}",
+            got=f"{count} that the forward pass leaves out, such as {min(names)[:120]}",
             wanted="those of Ouro as its config.json describes it",
             hint="an Ouro variant with other parts is not supported; check config.json (number of layers, biases)",
         )

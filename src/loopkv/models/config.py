@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from loopkv.artifacts.storage import read_json
-from loopkv.errors import ModelFormatError, UnsupportedError
+from loopkv.errors import ModelFormatError
 from loopkv.geometry import MAX_CELLS
 from loopkv.models.settings import check_settings
 

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
 from loopkv.artifacts import DocumentInfo
 from loopkv.artifacts.storage import digest
 from loopkv.errors import DocumentError
+from loopkv.paths import check_input_file
 from loopkv.policy import Policy
 
 if TYPE_CHECKING:
@@ -133,21 +134,35 @@ def check_max_tokens(max_tokens: int, policy: Policy) -> None:
 def _texts(path: Path) -> Iterator[str]:
     if not path.name.endswith(SUFFIXES):
         raise DocumentError(f"documents {path}", got=f"suffix {path.suffix!r}", wanted=" or ".join(SUFFIXES))
+    size_bytes = check_input_file(path, "documents", DocumentError)
+    if size_bytes > MAX_TEXT_BYTES:
+        raise DocumentError(f"documents {path}", got=f"{size_bytes} bytes", wanted=f"<= {MAX_TEXT_BYTES}")
     try:
-        if path.is_dir():
-            raise DocumentError(f"documents {path}", got="a directory", wanted="a file")
-        if path.stat().st_size > MAX_TEXT_BYTES:
-            raise DocumentError(f"documents {path}", got=f"{path.stat().st_size} bytes", wanted=f"<= {MAX_TEXT_BYTES}")
         if path.name.endswith(".txt"):
             yield path.read_text(encoding="utf-8")
             return
-        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
-            yield from _json_texts(file, path)
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+            yield from _json_texts(_lines(file, path), path)
     except UnicodeDecodeError:
         raise DocumentError(f"documents {path}", got="bytes that are not UTF-8", wanted="UTF-8 text") from None
     except (OSError, lzma.LZMAError, EOFError) as problem:
         reason = (problem.strerror if isinstance(problem, OSError) else None) or str(problem) or "a broken file"
         raise DocumentError(f"documents {path}", got=reason, wanted="a readable file") from None
+
+
+def _lines(file: IO[bytes], path: Path) -> Iterator[str]:
+    """Lines of at most ``MAX_TEXT_BYTES`` in all: a few KiB of xz can unpack to any size, even in one line."""
+    left_bytes = MAX_TEXT_BYTES
+    while line := file.readline(left_bytes + 1):
+        left_bytes -= len(line)
+        if left_bytes < 0:
+            raise DocumentError(
+                f"documents {path}",
+                got=f"more than {MAX_TEXT_BYTES} bytes of text",
+                wanted="no more",
+                hint="give fewer documents; --limit stops reading early",
+            )
+        yield line.decode("utf-8")
 
 
 def _json_texts(lines: Iterable[str], path: Path) -> Iterator[str]:

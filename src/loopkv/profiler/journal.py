@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from loopkv.errors import LoopKVError
+from loopkv.paths import check_input_file
 
 _VERSION = 1
 
@@ -31,6 +32,8 @@ class Journal:
     def __init__(self, path: Path | str, key: str, *, restart: bool = False) -> None:
         self.path = Path(path)
         self._entries: dict[str, Any] = {}
+        if self.path.exists():
+            check_input_file(self.path, "journal", LoopKVError)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a+b")

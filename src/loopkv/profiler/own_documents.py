@@ -15,8 +15,9 @@ from torch import Tensor
 from loopkv.engine.whole_sequence import SequenceRun, exact_reads
 from loopkv.errors import DocumentError
 from loopkv.models.base import LoopedModel
+from loopkv.paths import check_input_file
 from loopkv.policy import DEFAULT_POLICY, Policy
-from loopkv.profiler.documents import Document, Selection, check_max_tokens, min_document_tokens
+from loopkv.profiler.documents import MAX_TEXT_BYTES, Document, Selection, check_max_tokens, min_document_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +29,9 @@ OnGenerated = Callable[[int, int, int], None]
 def read_prompts(path: Path | str) -> list[str]:
     """Lines of a prompts file that are not blank (DocumentError for anything else)."""
     path = Path(path)
+    size_bytes = check_input_file(path, "prompts", DocumentError, "a readable text file")
+    if size_bytes > MAX_TEXT_BYTES:
+        raise DocumentError(f"prompts {path}", got=f"{size_bytes} bytes", wanted=f"<= {MAX_TEXT_BYTES}")
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError:

@@ -69,16 +69,7 @@ def tau(
         UnsupportedError: a plan in which no cell reads an int4 history, so that there is no low plane to skip.
         LoopKVError: candidates that are no thresholds; whatever ``measure`` raises.
     """
-    if not candidates or not all(math.isfinite(c) and 0 <= c <= 1024 for c in candidates):
-        raise LoopKVError("thresholds", got=list(candidates), wanted="numbers of bits from 0 to 1024")
-    if not tolerance >= 0:
-        raise LoopKVError("tolerance", got=tolerance, wanted="a share >= 0")
-    if all(read.bits != 4 for read in plan_reads(plan.fingerprint.geometry, plan.cell_options)):
-        raise UnsupportedError(
-            f"V precision of plan {plan.name!r}",
-            got="no cell that reads an int4 history",
-            wanted="int4 cells, whose values have a low plane to skip",
-        )
+    check_sweep(plan, candidates, tolerance)
     plans = [plan.with_tau(candidate) for candidate in sorted(set(candidates))]
     full, *points = measure(
         model,
@@ -93,3 +84,22 @@ def tau(
     bound = full.measured.kl_nats * (1.0 + tolerance)
     chosen = next((point.plan for point in points if point.measured.kl_nats <= bound), full.plan)
     return TauSweep(chosen, full, tuple(points), tolerance)
+
+
+def check_sweep(plan: Plan, candidates: Sequence[float], tolerance: float) -> None:
+    """Refuse a sweep that can give nothing; needs no model.
+
+    Raises:
+        UnsupportedError: a plan in which no cell reads an int4 history.
+        LoopKVError: candidates that are no thresholds, a tolerance that is no share.
+    """
+    if not candidates or not all(math.isfinite(c) and 0 <= c <= 1024 for c in candidates):
+        raise LoopKVError("thresholds", got=list(candidates), wanted="numbers of bits from 0 to 1024")
+    if not 0 <= tolerance < math.inf:
+        raise LoopKVError("tolerance", got=tolerance, wanted="a share >= 0")
+    if all(read.bits != 4 for read in plan_reads(plan.fingerprint.geometry, plan.cell_options)):
+        raise UnsupportedError(
+            f"V precision of plan {plan.name!r}",
+            got="no cell that reads an int4 history",
+            wanted="int4 cells, whose values have a low plane to skip",
+        )

@@ -76,11 +76,13 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the server's process group (its engine is a child), and kill what is left."""
-    for number in (signal.SIGINT, signal.SIGKILL):
+    """Interrupt the server's process group (its engine is a child), and kill what is left, even if interrupted."""
+    try:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
