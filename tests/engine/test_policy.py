@@ -134,48 +134,61 @@ def test_codes_and_what_is_read_with_the_same_codes(served, engine, reference, d
 
 
 def test_decode_steps_read_what_the_reference_reads(engine, reference, documents, plan):
-    """Token by token past several pages; V precision acts here and only here, and counts what it reads hot."""
+    """Token by token past several pages, with the served codes injected; V precision acts here and only here.
+
+    A token near the bar may be hot in one run and cold in the other, which moves little by V precision's own guarantee.
+    """
     prompt, new = documents[2][:350], 70
     engine.forget()
     before = dict(engine.cache.counters.values)
-    output = engine.generate([prompt], new)[0]
+    output, pages = serve_and_dump(engine, prompt, new)
     counted = {key: value - before[key] for key, value in engine.cache.counters.values.items()}
     paged = PagedEngine(
         reference, plan, blocks=pool_blocks(engine.cache.layout, [len(prompt) + new], 256), layout=engine.cache.layout
     )
     request = paged.new_request()
+    codes = inject(paged, request, pages)
     for start in range(0, len(prompt), 256):
         (logits,) = paged.step([NewTokens(request, prompt[start : start + 256])])
     found = []
-    for token, entry in zip(output.tokens, output.logprobs, strict=True):
-        found.append(differences(entry, torch.log_softmax(logits.double(), dim=-1)))
+    tokens, reported = output.outputs[0].token_ids[:new], output.outputs[0].logprobs[:new]
+    for token, entry in zip(tokens, reported, strict=True):
+        found.append(differences(plain(entry), torch.log_softmax(logits.double(), dim=-1)))
         if len(found) < new:
             (logits,) = paged.step([NewTokens(request, [token])])
-    assert float(torch.cat(found).quantile(0.99)) < (1e-4 if "bf16" in plan.name else 1e-2)
-    assert float(torch.cat(found).max()) < 5e-2
+    most = float(torch.cat(found).max())
+    print(f"{plan.name}: {new} decode steps, logprobs with the same codes by {most:.1e}, hot {paged.hot}")
+    assert most < (1e-4 if plan.tau is None else 1e-2)
+    assert sum(c.unexplained for c in codes) == 0
     # positions 0 to 418 leave E(419) = 160: pages 1 to 4 were coded, each once
     assert counted["pages_coded"] == 4
     assert counted["decode_values"] == paged.hot.total
     if plan.tau is not None:
         assert 0 < counted["hot_values"] < counted["decode_values"]
-        assert counted["hot_values"] == pytest.approx(paged.hot.hot, rel=0.01)
+        assert counted["hot_values"] == pytest.approx(paged.hot.hot, rel=1e-3)
 
 
-def serve_and_dump(engine, ids):
-    """Serve a prompt; its prompt logprobs, and the bytes of every page of every cell {(cell, page): bytes}."""
+def serve_and_dump(engine, ids, new=1):
+    """Serve a prompt until ``new`` tokens are out; the output, and the bytes of every page {(cell, page): bytes}."""
     from vllm import SamplingParams
 
     llm = engine.llm.llm_engine
-    parameters = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=20, ignore_eos=True, detokenize=False)
+    parameters = SamplingParams(
+        temperature=0.0,
+        max_tokens=new,
+        logprobs=20,
+        prompt_logprobs=20 if new == 1 else None,
+        ignore_eos=True,
+        detokenize=False,
+    )
     llm.add_request("dump", {"prompt_token_ids": list(ids)}, parameters)
     output = None
-    while output is None or not output.outputs[0].token_ids:
+    while output is None or len(output.outputs[0].token_ids) < new:
         output = next(iter(llm.step()), output)
-    layout = engine.cache.layout
-    table = engine.block_table(HISTORY_LAYER, "dump")
-    first, last = (
-        n // layout.policy.page_tokens for n in (layout.policy.sink_tokens, layout.policy.history_end(len(ids)))
-    )
+    layout, table = engine.cache.layout, engine.block_table(HISTORY_LAYER, "dump")  # rows go with the next step
+    policy = layout.policy
+    ends = policy.sink_tokens, policy.history_end(len(ids) + new - 1)
+    first, last = (tokens // policy.page_tokens for tokens in ends)
     history = engine.cache.operators.history_view(engine.cache.pool)
     pages = {}
     for cell, place in enumerate(layout.cells):

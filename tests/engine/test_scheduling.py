@@ -137,7 +137,8 @@ def test_abort_in_the_middle_of_a_prefill_and_of_a_decode(engine, documents, alo
 def test_a_fault_of_one_step_is_not_handed_on(engine, documents, alone, monkeypatch, when):
     """One call of attention gives NaN: that answer is lost, but no later request hits what was computed from it."""
     attend, calls = engine.cache.operators.attend, 0
-    faulty = {"prefill": 16 + 5, "decode": 4 * 16 + 5}[when]  # cell 5 of the second of three chunks, of the second token
+    # 16 calls a step: cell 5 of the second of three chunks, or of the step after the first new token
+    faulty = {"prefill": 16 + 5, "decode": 3 * 16 + 5}[when]
 
     def spoil(cell, q, k, v, out, step):
         nonlocal calls
@@ -179,7 +180,7 @@ def test_sampling_parameters_do_not_depend_on_batch_mates(engine, documents):
 def test_chunks_longer_than_the_window_where_nothing_is_shared(engines, documents):
     """Pages that leave inside their own chunk are coded from the activations and take no exact block."""
     engine = engines.get("int4")
-    rows = [documents[6][:2100], *prompts(documents)[1:6]]
+    rows = [documents[6][:2100], documents[2][:333], documents[4][:320]]
     managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
     (window,) = [manager for manager in managers if isinstance(manager, WindowManager)]
     remove, most = window.remove_skipped_blocks, 0
@@ -204,8 +205,8 @@ def test_chunks_longer_than_the_window_where_nothing_is_shared(engines, document
     engine.set_chunk(256)
     rule = engine.cache.layout.residency
     print(f"window blocks of a request of 2,100 tokens in chunks of 256, 2048 and 600: at most {held}")
-    # A chunk of 2,048 holds its sink, window and tail, as two of 256 do; exact blocks for all of it would be three times that.
-    assert max(held) <= rule.max_window_blocks_with_nulls(2, 2304) < rule.window_entries(2048) / 2
+    # A chunk of 2,048 holds its sink, window and tail, about what one of 256 does; its tokens would take 4 times that.
+    assert max(held) <= rule.max_window_blocks_with_nulls(2, 2304) and held[1] < rule.window_entries(2048) / 4
 
 
 GROWING = [8 + 3 * i for i in range(16)]
@@ -246,14 +247,14 @@ def test_a_starved_pool_preempts_and_gives_the_same_tokens(engines, roomy, docum
 
 def test_a_model_length_that_can_never_fit_is_refused_with_the_one_that_would(engines, documents):
     """The length that vLLM names does run, on that very pool; one token more is rejected with the number that fits."""
-    with pytest.raises(ValueError, match=r"estimated maximum model length is \d+") as refused:
-        engines.get("memory", num_gpu_blocks_override=60)
+    with pytest.raises(ValueError, match=r"estimated maximum model length is \d+") as refused:  # 2,304 is asked for
+        engines.get("memory", num_gpu_blocks_override=220)
     fits = int(re.search(r"maximum model length is (\d+)", str(refused.value)).group(1))
-    engine = engines.get("memory", num_gpu_blocks_override=60, max_model_len=fits)
+    engine = engines.get("memory", num_gpu_blocks_override=220, max_model_len=fits)
     with pytest.raises(ValueError, match=str(fits)):
         engine.generate([documents[3][: fits + 1]])
     (output,) = engine.generate([documents[3][: fits - 3]], 3)
-    print(f"60 blocks: {fits} tokens fit and run")
+    print(f"220 blocks: {fits} tokens fit and run")
     assert len(output.tokens) == 3
     engine.check_idle()
 
