@@ -52,6 +52,17 @@ def test_step_times_fitted_to_records(tmp_path: Path) -> None:
     assert "fitted to m.jsonl" in told and "tau0 18.60 ms" in told
 
 
+def test_a_model_cut_to_four_layers(tmp_path: Path) -> None:
+    work, records = tmp_path / "work.jsonl", tmp_path / "r.jsonl"
+    run("bench", "workload", "-o", work, "--requests", 20)
+    whole = ("simulate", work, "--geometry", "ouro-1.4b", "--arm", "m=paper-loopkv-m", "--rates", "0.1", "--tau0", "5")
+    told = run(*whole, "--layers", 4, "--pool", 5, "-o", records)
+    assert "5.0" in told
+    assert {r.model for r in read_records([records])} == {"ouro-1.4b, 4 layers (dummy)"}  # as bench slo names it
+    with pytest.raises(LoopKVError, match="--layers"):
+        run("simulate", work, "--model", tmp_path, "--layers", 4, "--arm", "stock")
+
+
 def test_what_cannot_be_simulated_is_one_sentence(tmp_path: Path) -> None:
     work = tmp_path / "work.jsonl"
     run("bench", "workload", "-o", work, "--requests", 5)

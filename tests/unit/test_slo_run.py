@@ -52,6 +52,7 @@ class Bench:
         self.cells: list[tuple[float, int]] = []
         self.lost: dict[int, str] = {}
         self.fail_at: float | None = None
+        self.tail_s = 0.0
         monkeypatch.setattr(slo_run, "running_server", self.running)
         monkeypatch.setattr(slo_run, "run_client", self.client)
         monkeypatch.setattr(slo_run, "preemptions", lambda url: 7 * len(self.cells))
@@ -86,7 +87,7 @@ class Bench:
                 else RequestTimes(i / rate_per_s, late, 0.001, r.output_tokens)
                 for i, r in enumerate(requests)
             ),
-            len(requests) / rate_per_s,
+            len(requests) / rate_per_s + self.tail_s,
         )
 
 
@@ -187,6 +188,16 @@ def test_the_time_budget_leaves_cells_for_another_run(bench: Bench, tmp_path: Pa
     assert rest.cells_left == 0
     assert sorted(set(bench.cells)) == [(rate, 101) for rate in (0.5, 1.0, 2.0, 4.0)]
     assert len(bench.cells) == 8
+
+
+def test_the_time_budget_counts_what_follows_the_last_arrival(bench: Bench, tmp_path: Path) -> None:
+    bench.tail_s = 7.0
+    some = run_slo(
+        settings(tmp_path, ("stock",), rates_per_s=(2.0, 4.0), max_seconds=10.0, climb_past_failure=True), quiet
+    )
+    # The first rung, 5.5 s and a tail guessed from tau0 (80 tokens at 3 x about 3 ms), took 7 s more than its arrivals:
+    # 2.75 s and 7.5 s (one gap of 0.5 s is the client's) no longer fit.
+    assert [rate for rate, _ in bench.cells] == [2.0] and some.cells_left == 1
 
 
 def test_given_tau0_starts_no_calibration(bench: Bench, tmp_path: Path) -> None:

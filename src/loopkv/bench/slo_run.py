@@ -51,6 +51,7 @@ from loopkv.vllm_plugin.settings import ServeSettings
 CALIBRATION_SHARES = (0.05, 0.35, 0.65, 0.95)
 CALIBRATION_OUTPUT_TOKENS = 64
 CALIBRATION_REPEATS = 2
+TAIL_TAU0 = 3.0
 STOCK_LABEL = "bf16-stock"
 SCORE_KINDS = ("slo.attainment", "slo.capacity", "slo.capacity_ratio")
 Say = Callable[[str], None]
@@ -326,7 +327,21 @@ class _Run:
         limit = self.settings.max_seconds
         if limit is None:
             return False
-        return time.monotonic() - self.started + len(self.settings.requests) / rate > limit
+        return time.monotonic() - self.started + len(self.settings.requests) / rate + self.tail_s() > limit
+
+    def tail_s(self) -> float:
+        """Seconds from the last arrival to the last token: the longest seen of this workload, else the longest request
+        at three times the shortest tau0 known.
+        """
+        seen = []
+        for record in self.records:
+            if record.what == "slo.cell" and self.mine(record):
+                times = times_from_json(record.settings["requests"])
+                seen.append(float(record.settings["duration_s"]) - max(one.arrival_s for one in times))
+        if seen:
+            return max(seen)
+        step_s = min(self.known_tau0().values(), default=0.0) / 1e3
+        return max(request.output_tokens for request in self.settings.requests) * TAIL_TAU0 * step_s
 
     def run_cell(self, url: str, cell: _Cell) -> None:
         settings = self.settings

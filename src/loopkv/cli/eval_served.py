@@ -32,7 +32,7 @@ def add(group: typer.Typer) -> None:
         ] = None,
         limit: Annotated[int, typer.Option("--limit", min=1, help="Number of documents, served together.")] = 8,
         skip: Annotated[int, typer.Option("--skip", min=0, help="Pass over this many documents first.")] = 0,
-        prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens prefilled; all later ones are decoded.")] = 320,
+        prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens prefilled; all later ones are decoded.")] = 319,
         max_tokens: Annotated[int, typer.Option(min=1, help="Cut documents to this many tokens.")] = 1024,
         pages: Annotated[int, typer.Option(min=0, help="History pages whose bytes are checked while serving.")] = 12,
         device: Annotated[

@@ -348,10 +348,15 @@ def evaluate_served(
 
 
 def _policy_logits(model: LoopedModel, plan: Plan, ids: Sequence[int], prompt_tokens: int) -> Tensor:
-    """Logits [positions, V] of the reference policy; with tau, decode rows decide what they read, so token by token."""
-    if plan.tau is None:
+    """Logits [positions, V] of the reference policy.
+
+    With tau, what a position reads depends on whether it was decoded. A whole sequence takes every position as a decode
+    row, which is the same as long as no prompt token has a history; with a longer prompt the text is decoded token by
+    token.
+    """
+    if plan.tau is None or prompt_tokens <= plan.policy.first_coded_position:
         whole = torch.tensor([list(ids)], device=model.device)
-        return sequence_logits(model, whole, plan.cell_options, plan.policy)[0, prompt_tokens:].cpu()
+        return sequence_logits(model, whole, plan.cell_options, plan.policy, tau=plan.tau)[0, prompt_tokens:].cpu()
     chunk = plan.policy.max_exact_chunk_tokens
     own = plan.model_copy(update={"fingerprint": Fingerprint(name=model.name, geometry=model.geometry)})
     layout = lay_out(own, exact_itemsize=model.dtype.itemsize)
