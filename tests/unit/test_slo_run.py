@@ -195,7 +195,7 @@ def test_the_time_budget_counts_what_follows_the_last_arrival(bench: Bench, tmp_
     some = run_slo(
         settings(tmp_path, ("stock",), rates_per_s=(2.0, 4.0), max_seconds=10.0, climb_past_failure=True), quiet
     )
-    # The first rung, 5.5 s and a tail guessed from tau0 (80 tokens at 3 x about 3 ms), took 7 s more than its arrivals:
+    # The first rung, 5.5 s and a tail guessed from tau0 (80 tokens at 1.5 tau0), took 7 s more than its arrivals:
     # 2.75 s and 7.5 s (one gap of 0.5 s is the client's) no longer fit.
     assert [rate for rate, _ in bench.cells] == [2.0] and some.cells_left == 1
 

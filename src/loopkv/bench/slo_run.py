@@ -51,7 +51,7 @@ from loopkv.vllm_plugin.settings import ServeSettings
 CALIBRATION_SHARES = (0.05, 0.35, 0.65, 0.95)
 CALIBRATION_OUTPUT_TOKENS = 64
 CALIBRATION_REPEATS = 2
-TAIL_TAU0 = 3.0
+TAIL_TAU0 = 1.5
 STOCK_LABEL = "bf16-stock"
 SCORE_KINDS = ("slo.attainment", "slo.capacity", "slo.capacity_ratio")
 Say = Callable[[str], None]
@@ -331,7 +331,7 @@ class _Run:
 
     def tail_s(self) -> float:
         """Seconds from the last arrival to the last token: the longest seen of this workload, else the longest request
-        at three times the shortest tau0 known.
+        at one and a half times the shortest tau0 known.
         """
         seen = []
         for record in self.records:
