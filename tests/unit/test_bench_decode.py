@@ -25,7 +25,7 @@ from loopkv.bench.dummy_model import SHAPES, dummy_shape, shape_size, write_dumm
 from loopkv.capacity import KNOWN_MODELS
 from loopkv.errors import LoopKVError
 from loopkv.models.config import parse_ouro_config, read_config
-from loopkv.records import Record, append_records, make_record
+from loopkv.records import Record, append_records, make_record, read_records
 
 TINY = shape_size(SHAPES["tiny"])
 
@@ -212,3 +212,47 @@ def test_component_times_and_launches_are_per_step() -> None:
     assert times == {"LoopKV attention": 100.0, "matrix products": 20.0}
     calls = {"cudaLaunchKernel": 80, "cudaGraphLaunch": 8, "cudaMemcpyAsync": 99, "aten::mm": 5, "cuLaunchKernelEx": 48}
     assert launches_per_step(calls, steps=8) == 17.0
+
+
+def test_a_row_that_fails_leaves_its_reason_and_the_others_run(tmp_path: Path) -> None:
+    """The largest batch is preempted in every try: it is refused, and the next smaller one starts with a fresh fill."""
+    from loopkv.bench.decode_worker import Sweep
+
+    one = settings(tmp_path)
+    sweep = Sweep.__new__(Sweep)
+    sweep.job = Job(
+        **{
+            **dict.fromkeys(Job.__dataclass_fields__),
+            "arm": one.arms[1],
+            "settings": {"arm": "kivi4"},
+            "output": str(one.output),
+            "ttft_prompts": 4,
+            "command": "loopkv bench decode",
+        }
+    )
+    sweep.identity, sweep.live = one.identity, []
+    sweep.bytes = type("Bytes", (), {"plan": None})()
+    done: list[tuple[str, int, bool]] = []
+
+    def row(context: int, slot: str, peak: int, *, first: bool) -> None:
+        if len(sweep.live) == 12:
+            raise LoopKVError("arm kivi4", got="preemptions in every try")
+        done.append((slot, len(sweep.live), first))
+
+    fills: list[int] = []
+
+    def fill(count: int, context: int) -> None:
+        fills.append(count)
+        sweep.live += ["r"] * count
+
+    def first_tokens(context: int, prompts: int) -> None:
+        raise LoopKVError("arm kivi4", got="a prompt that ended without a token")
+
+    sweep.peak = lambda context: 12  # type: ignore[method-assign]
+    sweep.row, sweep.fill, sweep.first_tokens = row, fill, first_tokens  # type: ignore[method-assign]
+    sweep.drop = lambda count: [sweep.live.pop() for _ in range(count)]  # type: ignore[method-assign]
+    sweep.run_context(400, ["ttft", "1", "peak/2", "16", "peak"])
+    assert done == [("peak/2", 6, True), ("1", 1, False)] and fills == [12, 6] and sweep.live == []
+    refused = list(read_records([one.output]))
+    assert [(r.what, r.settings["slot"]) for r in refused] == [("decode.refused", "ttft"), ("decode.refused", "16")]
+    assert "preemptions" in refused[1].settings["reason"]
