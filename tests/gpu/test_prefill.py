@@ -108,7 +108,7 @@ def _check(case: Case, counts: list[int], step: Step | None = None, operators: C
                 error, usual = ((x - wanted).norm(dim=(1, 2)) / size for x in (got, plain))
                 where = (cell, case.spec.tokens[row], count, int(error.argmax()), float(error.max()))
                 assert float((got - wanted).norm()) <= 2 * float((plain - wanted).norm()), where
-                assert float(error.max()) <= 2 * float(usual.max()), (where, float(usual.max()))
+                assert float(error.max()) <= 3 * float(usual.max()), (where, float(usual.max()))  # of single queries
             at += count
 
 

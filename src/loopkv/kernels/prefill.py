@@ -34,6 +34,10 @@ _EXACT_ROWS = 16  # rows whose earlier window fits beside a full step's tokens; 
 
 Ints = NDArray[np.int32]
 
+_TILE_QUERIES = 128  # that a multiprocessor takes at once
+_SPLIT_TOKENS = 1024
+_MAX_SPLITS = 8
+
 _COLUMNS = 16
 _ALIGN = 4  # integers: 16 bytes
 
@@ -52,6 +56,7 @@ class VarlenAttention(Protocol):
         max_q: int,
         max_k: int,
         window: int | None,
+        splits: int,
         out: Tensor,
     ) -> Tensor:
         """Write ``out``, return the log-sum-exp.
@@ -63,6 +68,7 @@ class VarlenAttention(Protocol):
             max_q, max_k: most tokens of a row.
             window: keys that a query sees, itself included; None: all. The last query sees the last key, the one
                 before it one key less; a query that sees none may get anything.
+            splits: most pieces that a row's keys are divided into, for few queries to fill the device.
 
         Returns:
             [Hq, T] fp32, natural logarithm.
@@ -77,6 +83,7 @@ class Group:
     Args:
         first, last: its tokens [first, last) of the batch.
         max_new, max_coded, max_exact: most tokens of a row: new ones, history before every boundary, exact buffer.
+        splits: pieces that attention over the history divides its keys into.
         copies: whether the exact buffer is a copy; else no row has earlier tokens and the step's own k, v serve.
         info: [R, 16] int32, see ``expand``.
         cu_new, cu_coded, cu_exact: [R + 1] int32.
@@ -88,6 +95,7 @@ class Group:
     max_new: int
     max_coded: int
     max_exact: int
+    splits: int
     copies: bool
     info: Tensor
     cu_new: Tensor
@@ -179,6 +187,7 @@ class Prefill:
         max_tokens: most new tokens of a step.
         coded_tokens: history tokens that are expanded at once; a row with more is not taken.
         device: where the pool lies.
+        multiprocessors: of the device.
     """
 
     def __init__(
@@ -190,11 +199,12 @@ class Prefill:
         max_tokens: int,
         coded_tokens: int,
         device: torch.device,
+        multiprocessors: int = 1,
     ) -> None:
         geometry, policy = layout.geometry, layout.policy
         self.layout, self.policy, self.attention, self.device = layout, policy, attention, device
         self.heads, self.group, self.dim = geometry.kv_heads, geometry.group_queries, geometry.head_dim
-        self.coded_tokens = coded_tokens
+        self.coded_tokens, self.multiprocessors = coded_tokens, multiprocessors
         self.exact_tokens = max_tokens + _EXACT_ROWS * (policy.window_tokens + policy.page_tokens)
 
         def buffer(tokens: int, heads: int) -> Tensor:
@@ -280,22 +290,28 @@ class Prefill:
             int(rows.new.max()),
             int(rows.coded.max()),
             int(rows.exact.max()),
+            self._splits(rows),
             rows.copies,
             *sent,
         )
+
+    def _splits(self, rows: Rows) -> int:
+        """As many as multiprocessors stay idle otherwise, of at least _SPLIT_TOKENS keys."""
+        tiles = self.heads * self.group * int((-(-rows.new // _TILE_QUERIES)).sum())
+        return max(1, min(self.multiprocessors // tiles, int(rows.coded.max()) // _SPLIT_TOKENS, _MAX_SPLITS))
 
     def compile(self) -> None:
         """Compile the kernels that the cells need now, so that no step waits for it; computes nothing."""
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=self.device)
         info = torch.zeros(1, _COLUMNS, dtype=torch.int32, device=self.device)
         one = torch.zeros(4, dtype=torch.int32, device=self.device)
-        group = Group(0, 1, 1, 1, 1, True, info, one, one, one, nothing, nothing)
+        group = Group(0, 1, 1, 1, 1, 1, True, info, one, one, one, nothing, nothing)
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
         step = StepView(self.scratch.coded_k.view(torch.uint8).view(-1), table, table, one, one, 1)
         k, v, q = self.scratch.exact_k, self.scratch.exact_v, self.scratch.coded_o
         for cell in {cell.bits: cell for cell in self._cells}.values():
             self._expand(cell, k, v, step, group)
-        lse = torch.zeros(self.heads * self.group, 1, device=self.device)
+        lse = torch.zeros(self.heads * self.group, 1, dtype=torch.float32, device=self.device)
         self._join(q, q, group, k, v, lse, lse)
 
     # -- launches ------------------------------------------------------------------------------------------------------
@@ -333,6 +349,7 @@ class Prefill:
             max_q=group.max_new,
             max_k=group.max_exact,
             window=self.policy.window_tokens,
+            splits=1,
             out=out[span],
         )
         if not len(group.join_tasks):
@@ -348,6 +365,7 @@ class Prefill:
                 max_q=group.max_new,
                 max_k=group.max_coded,
                 window=None,
+                splits=group.splits,
                 out=scratch.coded_o[:tokens],
             )
         self._join(q, out, group, exact_k, exact_v, coded_lse, window_lse)

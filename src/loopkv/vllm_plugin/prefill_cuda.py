@@ -43,6 +43,7 @@ def flash_attention() -> VarlenAttention | None:
         max_q: int,
         max_k: int,
         window: int | None,
+        splits: int,
         out: Tensor,
     ) -> Tensor:
         _, lse = flash_attn_varlen_func(
@@ -57,7 +58,7 @@ def flash_attention() -> VarlenAttention | None:
             window_size=None if window is None else [window - 1, 0],
             return_softmax_lse=True,
             out=out,
-            num_splits=1,
+            num_splits=splits,
             fa_version=3,
         )
         return lse
@@ -82,7 +83,15 @@ def make_prefill(
         return None
     page = layout.policy.page_tokens
     coded = min(-(-max_model_tokens // page) * page + page, MAX_CODED_TOKENS)
-    prefill = Prefill(layout, dtype, attention, max_tokens=max_tokens, coded_tokens=coded, device=device)
+    prefill = Prefill(
+        layout,
+        dtype,
+        attention,
+        max_tokens=max_tokens,
+        coded_tokens=coded,
+        device=device,
+        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
+    )
     prefill.compile()
     return prefill
 
