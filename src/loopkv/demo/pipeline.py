@@ -5,6 +5,7 @@ Nothing here is special to the demo's model: each stage is the library function 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,17 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from loopkv import reference
 from loopkv.artifacts import Plan, Profile
-from loopkv.demo.plans import DemoPlans, choose_plans
+from loopkv.demo.plans import DemoPlans, check_loops, choose_plans
 from loopkv.demo.scores import task_scores
 from loopkv.demo.serving import CPU_ENGINE_ENVIRONMENT, Answer, serve
 from loopkv.demo.stages import Say, Stages
 from loopkv.engine.generation import generate
-from loopkv.errors import LoopKVError
+from loopkv.errors import LoopKVError, UnsupportedError
 from loopkv.layout import lay_out
 from loopkv.models import fingerprint_model, load_model, load_tokenizer
+from loopkv.paths import check_output_file, check_output_folder
 from loopkv.policy import DEFAULT_POLICY
 from loopkv.profiler import load_documents, measure, profile
-from loopkv.records import package_versions, read_records
+from loopkv.profiler.journal import belongs_to
+from loopkv.profiler.profiling import profile_key
+from loopkv.records import Record, package_versions, read_records
 from loopkv.report.demo import (
     DemoReport,
     FrontierPoint,
@@ -46,6 +50,16 @@ NEEDLE_TASKS = ("needle_num", "needle_word", "kv_dict", "multiquery")
 NEEDLE_TOKENS = 1900
 ANSWER_TOKENS = 48
 REQUEST_TOKENS = (2048, 8192, 16384)
+OUTPUT_FILES = (
+    "profile.json",
+    "profile.json.journal",
+    "loopkv-r.json",
+    "loopkv-m.json",
+    "serve.log",
+    "report.html",
+    "summary.json",
+)
+SERVING_PACKAGES = ("vllm", "openai")
 
 Progress = Callable[[str], AbstractContextManager[Callable[[float, float, str], None]]]
 """``with progress(title) as report: report(done, total, label)``."""
@@ -112,8 +126,8 @@ def run_demo(settings: DemoSettings, *, say: Say, progress: Progress) -> DemoRes
         LoopKVError: whatever a stage raises, in one sentence.
     """
     output = settings.output
-    output.mkdir(parents=True, exist_ok=True)
     folder = settings.model or reference.model_folder()
+    records = _check_settings(settings)
     stages = Stages(6 if settings.serve else 5, say)
     with stages.stage("profile_s", f"profile {folder.name}: the damage of every cell alone under int4, int2 and share"):
         model, tokenizer, fingerprint = load_model(folder), load_tokenizer(folder), fingerprint_model(folder)
@@ -162,7 +176,7 @@ def run_demo(settings: DemoSettings, *, say: Say, progress: Progress) -> DemoRes
                 )
             ),
             timings=dict(stages.seconds),
-            task_scores=_scores(settings.task_records, fingerprint, shown),
+            task_scores=task_scores(records, fingerprint.weights_sha256, {plan.name: plan.sha256 for plan in shown}),
             samples=samples,
             request_bytes=_request_bytes(shown),
             versions=package_versions(),
@@ -171,12 +185,28 @@ def run_demo(settings: DemoSettings, *, say: Say, progress: Progress) -> DemoRes
     return DemoResult(report, page, asked)
 
 
+def _check_settings(settings: DemoSettings) -> list[Record]:
+    """Make the output folder and refuse what would stop a later stage; returns the Records of ``task_records``."""
+    check_output_folder(settings.output)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    for name in OUTPUT_FILES:
+        check_output_file(settings.output / name)
+    if settings.serve:
+        for package in SERVING_PACKAGES:
+            if importlib.util.find_spec(package) is None:
+                raise UnsupportedError("demo", got=f"no package {package!r}", wanted="it, to serve", hint="--no-serve")
+    return [] if settings.task_records is None else list(read_records([settings.task_records]))
+
+
 def _profile(
     model: LoopedModel, fingerprint: Fingerprint, documents: Sequence[Document], path: Path, progress: Progress
 ) -> Profile:
     journal = path.with_name(path.name + ".journal")
+    check_loops(fingerprint)
+    # A run with other documents may have been interrupted in this folder: the demo does not go on from that.
+    restart = not belongs_to(journal, profile_key(fingerprint, documents, DEFAULT_POLICY))
     with progress("profile") as report:
-        made = profile(model, fingerprint, documents, journal=journal, on_progress=report)
+        made = profile(model, fingerprint, documents, journal=journal, restart=restart, on_progress=report)
     made.save(path)
     journal.unlink(missing_ok=True)
     return made
@@ -250,12 +280,6 @@ def _needles() -> list[dict[str, Any]]:
 
 def _set_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in CPU_ENGINE_ENVIRONMENT if name in os.environ}
-
-
-def _scores(path: Path | None, fingerprint: Fingerprint, plans: Sequence[Plan]) -> tuple[Any, ...]:
-    if path is None or not path.exists():
-        return ()
-    return task_scores(read_records([path]), fingerprint.weights_sha256, {plan.name: plan.sha256 for plan in plans})
 
 
 def _request_bytes(plans: Sequence[Plan]) -> tuple[RequestBytes, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loopkv.artifacts import Budget, Plan, Profile
+from loopkv.artifacts import Budget, Fingerprint, Plan, Profile
 from loopkv.errors import UnsupportedError
 from loopkv.planner import Frontier, frontier, named_plan
 
@@ -34,16 +34,20 @@ class DemoPlans:
     random: tuple[Plan, ...]
 
 
+def check_loops(fingerprint: Fingerprint) -> None:
+    """Refuse a model of one loop, which has nothing to share (UnsupportedError)."""
+    if fingerprint.geometry.loops < 2:
+        raise UnsupportedError(f"demo of {fingerprint.name}", got="a model of one loop", wanted="a looped model")
+
+
 def choose_plans(profile: Profile) -> DemoPlans:
     """Plan with the paper's budgets; the memory plan's damage budget widens where its storage budget needs it.
 
     Raises:
         UnsupportedError: a model of one loop, which has no KL_share and nothing to share.
     """
-    if profile.kl_share is None:
-        raise UnsupportedError(
-            f"demo of {profile.fingerprint.name}", got="a model of one loop", wanted="a looped model"
-        )
+    check_loops(profile.fingerprint)
+    assert profile.kl_share is not None
     table = frontier(profile)
     fingerprint = profile.fingerprint
     uniform = named_plan("kivi4", fingerprint, profile=profile)

@@ -143,4 +143,10 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as problem:
-        raise ModelFormatError(f"tokenizer of {folder}", got=str(problem)[:120]) from None
+        got = f"files that transformers cannot read ({type(problem).__name__}: {' '.join(str(problem).split())[:100]})"
+        raise ModelFormatError(
+            f"tokenizer of {folder}",
+            got=got,
+            wanted="a fast tokenizer",
+            hint="copy the checkpoint's tokenizer files anew",
+        ) from None

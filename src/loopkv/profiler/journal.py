@@ -120,6 +120,20 @@ class Journal:
         self.close()
 
 
+def belongs_to(path: Path, key: str) -> bool:
+    """Whether ``path`` is the journal of the run with this key, or of none yet; for those who may drop another's."""
+    try:
+        with path.open("rb") as file:
+            first = file.readline(1 << 16)
+    except FileNotFoundError:
+        return True
+    try:
+        header = json.loads(first)
+    except ValueError:
+        return not first
+    return isinstance(header, dict) and header.get("key") == key
+
+
 def _begins_like_a_journal(data: bytes) -> bool:
     """True for a journal of any key or version, and for the part of a header that a kill leaves."""
     start = b'{"journal": '
