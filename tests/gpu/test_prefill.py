@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 
 from loopkv.engine.attention import KV, masked_attention, policy_mask
+from loopkv.kernels import prefill
 from loopkv.kernels.cases import Case, CaseSpec, make_case
 from loopkv.vllm_plugin.metrics import Counters
 from loopkv.vllm_plugin.operators_cuda import CudaStepOperators
@@ -21,9 +22,10 @@ LENGTHS = (1, 31, 32, 33, 255, 256, 257, 287, 288, 289, 319, 320, 321, 352, 700,
 
 
 @pytest.fixture(autouse=True)
-def _needs_flash_attention() -> None:
+def _small_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     if flash_attention() is None:
         pytest.skip("no FlashAttention 3 on this device")
+    monkeypatch.setattr(prefill, "MIN_NEW_TOKENS", 30)
 
 
 def _operators(case: Case, max_tokens: int = 8192) -> CudaStepOperators:
@@ -182,3 +184,27 @@ def test_rows_are_divided_where_the_scratch_is_small_and_repeat_exactly() -> Non
     assert torch.equal(first, second)
     operators.prefill.coded_tokens = 2400  # the longest row takes the other kernel
     _check(case, counts, operators=operators)
+
+
+@pytest.mark.parametrize("options", [("int4", "int2"), ("bf16", "int4")], ids=",".join)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_pages_of_a_long_chunk_are_coded_to_the_bit(dim: int, options: tuple[str, ...]) -> None:
+    """1,500 new tokens after 77: every page that leaves is the reference's, whatever wrote it."""
+    case = make_case(CaseSpec((1577,), 3, 1, dim, options, keep_exact=True, history_block_tokens=64), "cuda")
+    step, operators = _step(case, [1500]), _operators(case)
+    wiped = dataclasses.replace(case, pool=step.pool)
+    blocks = case.history_table[0][case.history_table[0] > 0].long()
+    wiped.history_view()[blocks] = 255
+    operators.code_leaving_pages(step)
+    for cell in range(2):
+        q, k, v = _inputs(case, cell, [1500])
+        operators.attend(cell, q, k, v, torch.empty_like(q).contiguous(), step)
+        assert torch.equal(wiped.history_pages(cell, 0), case.history_pages(cell, 0))
+
+
+def test_a_row_that_is_too_long_for_the_scratch_codes_its_own_pages() -> None:
+    case = make_case(CaseSpec((1000, 400), 2, 1, 128, ("int4", "int2"), keep_exact=True), "cuda")
+    operators = _operators(case)
+    assert operators.prefill is not None
+    operators.prefill.coded_tokens = 512
+    _check(case, [700, 300], operators=operators)

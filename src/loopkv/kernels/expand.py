@@ -84,6 +84,40 @@ def expand_block(
 
 
 @triton.jit
+def load_tokens(
+    window_pool,
+    table,
+    info,
+    k_new,
+    v_new,
+    kv_stride,
+    token,
+    head,
+    AT: tl.constexpr,
+    C: tl.constexpr,
+    element: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Exact keys and values [32, C] of channels AT .. AT + C - 1 of a head, from window blocks or the step's own."""
+    computed = tl.load(info + COMPUTED)
+    end = computed + tl.load(info + NEW)
+    channels = (AT + tl.arange(0, C))[None, :]
+    stored = (token < computed)[:, None] & (channels < D)
+    fresh = ((token >= computed) & (token < end))[:, None] & (channels < D)
+    blocks = tl.load(table + token // WINDOW, mask=token < computed, other=0).to(tl.int64)
+    old = (window_pool + blocks * BLOCK_BYTES).to(tl.pointer_type(element))
+    old = (old + (token % WINDOW * H + head) * D)[:, None] + channels
+    new = ((tl.load(info + START) + token - computed).to(tl.int64) * kv_stride + head * D)[:, None] + channels
+    keys = tl.where(fresh, tl.load(k_new + new, mask=fresh, other=0.0), tl.load(old, mask=stored, other=0.0))
+    old += WINDOW * H * D
+    values = tl.where(fresh, tl.load(v_new + new, mask=fresh, other=0.0), tl.load(old, mask=stored, other=0.0))
+    return keys, values
+
+
+@triton.jit
 def copy_tokens(
     window_pool,
     table,
@@ -101,22 +135,16 @@ def copy_tokens(
     BLOCK_BYTES: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Copy exact tokens [32] of a head to elements ``to`` [32]: from window blocks, or from the step's own."""
-    computed = tl.load(info + COMPUTED)
-    end = computed + tl.load(info + NEW)
-    channels = tl.arange(0, triton.next_power_of_2(D))[None, :]
-    stored = (token < computed)[:, None] & (channels < D)
-    fresh = ((token >= computed) & (token < end))[:, None] & (channels < D)
-    blocks = tl.load(table + token // WINDOW, mask=token < computed, other=0).to(tl.int64)
-    old = (window_pool + blocks * BLOCK_BYTES).to(tl.pointer_type(keys_to.dtype.element_ty))
-    old = (old + (token % WINDOW * H + head) * D)[:, None] + channels
-    new = ((tl.load(info + START) + token - computed).to(tl.int64) * kv_stride + head * D)[:, None] + channels
-    place = to[:, None] + channels
-    keys = tl.where(fresh, tl.load(k_new + new, mask=fresh, other=0.0), tl.load(old, mask=stored, other=0.0))
-    tl.store(keys_to + place, keys, mask=stored | fresh)
-    old += WINDOW * H * D
-    values = tl.where(fresh, tl.load(v_new + new, mask=fresh, other=0.0), tl.load(old, mask=stored, other=0.0))
-    tl.store(values_to + place, values, mask=stored | fresh)
+    """Copy exact tokens [32] of a head to elements ``to`` [32]."""
+    C: tl.constexpr = triton.next_power_of_2(D)
+    element: tl.constexpr = keys_to.dtype.element_ty
+    keys, values = load_tokens(
+        window_pool, table, info, k_new, v_new, kv_stride, token, head, 0, C, element, H, D, BLOCK_BYTES, WINDOW
+    )
+    exist = token < tl.load(info + COMPUTED) + tl.load(info + NEW)
+    channels = tl.arange(0, C)[None, :]
+    tl.store(keys_to + to[:, None] + channels, keys, mask=exist[:, None] & (channels < D))
+    tl.store(values_to + to[:, None] + channels, values, mask=exist[:, None] & (channels < D))
 
 
 @triton.jit(do_not_specialize=["history_stride", "window_stride"])
@@ -160,7 +188,7 @@ def expand_kernel(
         BITS: of the codes; 16 is a history kept exact.
         PAGES, WINDOW: pages of a history block, tokens of a window block.
     """
-    task, head = tl.program_id(0), tl.program_id(1)
+    head, task = tl.program_id(0), tl.program_id(1)  # neighbours read one token's heads: whole rows of memory
     record = tl.load(tasks + 2 * task)
     if record < 0:
         return

@@ -63,7 +63,7 @@ def join_kernel(
         scale: softmax scale.
         WINDOW: tokens of the policy's window.
     """
-    task, head = tl.program_id(0), tl.program_id(1)
+    head, task = tl.program_id(0), tl.program_id(1)  # neighbours read one token's heads: whole rows of memory
     record = tl.load(tasks + 2 * task)
     if record < 0:
         return

@@ -3,7 +3,8 @@
 With window W and pages of P tokens, a query at position p reads keys from ``p - W + 1`` on exact, keys before
 ``p + 2 - W - P`` coded, and the P - 1 keys between either way, by its own boundary. So three parts make a result:
 causal attention over the history expanded to plain keys and values, causal attention over a sliding window of exact
-ones, and two half pages, which the kernel that joins the parts reads itself.
+ones, and two half pages, which the kernel that joins the parts reads itself. Pages that leave the window inside their
+own chunk are coded here too.
 
 The attention over the first two parts is a function argument: nothing here knows whose it is.
 """
@@ -21,13 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopkv.kernels.descriptor import CellDescriptor, cell_descriptors
+from loopkv.kernels.encode import encode_kernel
 from loopkv.kernels.expand import expand_kernel
 from loopkv.kernels.join import join_kernel
+from loopkv.kernels.launch import Launcher
 from loopkv.kernels.operators import StepView
 from loopkv.layout import Layout
 from loopkv.policy import Policy
 
-MIN_NEW_TOKENS = 48
+MIN_NEW_TOKENS = 128
 """Rows with fewer new tokens do not pay for expanding their history."""
 
 _EXACT_ROWS = 16  # rows whose earlier window fits beside a full step's tokens; more are divided
@@ -87,7 +90,7 @@ class Group:
         copies: whether the exact buffer is a copy; else no row has earlier tokens and the step's own k, v serve.
         info: [R, 16] int32, see ``expand``.
         cu_new, cu_coded, cu_exact: [R + 1] int32.
-        expand_tasks, join_tasks: [N, 2] int32; may be empty.
+        expand_tasks, encode_tasks, join_tasks: [N, 2] int32; may be empty.
     """
 
     first: int
@@ -102,15 +105,23 @@ class Group:
     cu_coded: Tensor
     cu_exact: Tensor
     expand_tasks: Tensor
+    encode_tasks: Tensor
     join_tasks: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """One step: groups of rows with many new tokens, and runs [first, last) of all other rows that have any."""
+    """One step.
+
+    Args:
+        groups: rows with many new tokens.
+        others: runs [first, last) of all other rows that have any.
+        others_leave: whether one of these has pages that leave the window inside their own chunk.
+    """
 
     groups: tuple[Group, ...]
     others: tuple[tuple[int, int], ...]
+    others_leave: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +135,8 @@ class Rows:
     exact_first: Ints
     coded: Ints
     coded_end: Ints
+    late_first: Ints
+    late_end: Ints
 
     @property
     def exact(self) -> Ints:
@@ -137,8 +150,11 @@ class Rows:
 
 
 def _boundaries(policy: Policy, row: Ints, start: Ints, computed: Ints, new: Ints) -> Rows:
-    page, window = policy.page_tokens, policy.window_tokens
+    page, window, sink = policy.page_tokens, policy.window_tokens, policy.sink_tokens
     last = computed + new
+    history_end = np.maximum((last - window) // page * page, sink)
+    known = np.maximum(np.minimum(computed // page * page, history_end), sink)  # coded before, or from earlier tokens
+    late_first = np.maximum(known, (computed - window) // page * page) // page
     return Rows(
         row=row,
         start=start,
@@ -147,6 +163,8 @@ def _boundaries(policy: Policy, row: Ints, start: Ints, computed: Ints, new: Int
         exact_first=np.maximum((computed + 1 - window) // page * page, 0),
         coded=np.maximum(last + 1 - window - page, 0),
         coded_end=np.maximum((last - window) // page * page, 0),
+        late_first=late_first,
+        late_end=np.maximum(history_end // page, late_first),
     )
 
 
@@ -188,6 +206,7 @@ class Prefill:
         coded_tokens: history tokens that are expanded at once; a row with more is not taken.
         device: where the pool lies.
         multiprocessors: of the device.
+        counters: [2] int64, the second counts values that were NaN or beyond fp16 when coded; None: not wanted.
     """
 
     def __init__(
@@ -200,6 +219,7 @@ class Prefill:
         coded_tokens: int,
         device: torch.device,
         multiprocessors: int = 1,
+        counters: Tensor | None = None,
     ) -> None:
         geometry, policy = layout.geometry, layout.policy
         self.layout, self.policy, self.attention, self.device = layout, policy, attention, device
@@ -212,7 +232,19 @@ class Prefill:
 
         coded, exact = ((buffer(n, self.heads), buffer(n, self.heads)) for n in (coded_tokens, self.exact_tokens))
         self.scratch = Scratch(*coded, *exact, buffer(max_tokens, self.heads * self.group))
+        self.counters = torch.zeros(2, dtype=torch.int64, device=device) if counters is None else counters
         self._cells: tuple[CellDescriptor, ...] = cell_descriptors(layout)
+        shape: dict[str, int] = {"H": self.heads, "D": self.dim}
+        blocks = {
+            "BLOCK_BYTES": layout.block_bytes,
+            "PAGE_BYTES": layout.page_bytes,
+            "PAGES": layout.pages_per_block,
+            "WINDOW": layout.window_block_tokens,
+        }
+        every = sorted({cell.bits for cell in self._cells})
+        self._expand = {b: Launcher(expand_kernel, BITS=b, **shape, SINK=policy.sink_tokens, **blocks) for b in every}
+        self._encode = {b: Launcher(encode_kernel, BITS=b, **shape, **blocks) for b in every}
+        self._join = Launcher(join_kernel, H=self.heads, G=self.group, D=self.dim, WINDOW=policy.window_tokens)
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -231,8 +263,11 @@ class Prefill:
             return None
         rows = list(self._batches(lens, starts, new, taken))
         sent = self._send([array for group in rows for array in self._arrays(group)])
-        groups = tuple(self._group(group, sent[6 * i : 6 * i + 6]) for i, group in enumerate(rows))
-        return PrefillPlan(groups, tuple(_runs(live & ~taken)))
+        each = len(sent) // len(rows)
+        groups = tuple(self._group(group, sent[each * i : each * (i + 1)]) for i, group in enumerate(rows))
+        others = live & ~taken
+        leave = bool((new[others] > self.policy.window_tokens).any())
+        return PrefillPlan(groups, tuple(_runs(others)), leave)
 
     def _send(self, arrays: list[Ints]) -> list[Tensor]:
         """The arrays on the device, in one copy that nobody waits for; each begins at a multiple of 16 bytes."""
@@ -273,7 +308,7 @@ class Prefill:
         columns = (rows.row, rows.computed, rows.new, rows.start, rows.exact_first, exact_at, cu_coded[:-1], rows.coded)
         for i, column in enumerate((*columns, tails)):
             info[:, i] = column
-        row, piece = _ragged(rows.coded_end // page)
+        row, piece = _ragged(np.minimum(rows.coded_end // page, rows.late_first))
         if rows.copies:
             exact_row, exact_piece = _ragged(-(-rows.exact // page))
             row, piece = np.concatenate([row, exact_row]), np.concatenate([piece, -1 - exact_piece])
@@ -281,7 +316,9 @@ class Prefill:
         past_page = (rows.computed + rows.new - window) // page + 1
         join_row, inside = _ragged(np.maximum(past_page - first_page, 0))
         joins = np.stack([join_row, first_page[join_row] + inside], 1)
-        return info, cu_new, cu_coded, cu_exact, np.stack([row, piece], 1), joins
+        late_row, inside = _ragged(rows.late_end - rows.late_first)
+        late = np.stack([late_row, rows.late_first[late_row] + inside], 1)
+        return info, cu_new, cu_coded, cu_exact, np.stack([row, piece], 1), late, joins
 
     def _group(self, rows: Rows, sent: list[Tensor]) -> Group:
         return Group(
@@ -305,21 +342,21 @@ class Prefill:
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=self.device)
         info = torch.zeros(1, _COLUMNS, dtype=torch.int32, device=self.device)
         one = torch.zeros(4, dtype=torch.int32, device=self.device)
-        group = Group(0, 1, 1, 1, 1, 1, True, info, one, one, one, nothing, nothing)
+        group = Group(0, 1, 1, 1, 1, 1, True, info, one, one, one, nothing, nothing, nothing)
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
         step = StepView(self.scratch.coded_k.view(torch.uint8).view(-1), table, table, one, one, 1)
         k, v, q = self.scratch.exact_k, self.scratch.exact_v, self.scratch.coded_o
         for cell in {cell.bits: cell for cell in self._cells}.values():
-            self._expand(cell, k, v, step, group)
+            self._write_history(cell, k, v, step, group)
         lse = torch.zeros(self.heads * self.group, 1, dtype=torch.float32, device=self.device)
-        self._join(q, q, group, k, v, lse, lse)
+        self._write_out(q, q, group, k, v, lse, lse)
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
     def attend(
         self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: StepView, plan: PrefillPlan
     ) -> None:
-        """Attention of the plan's groups; the step's keys and values are stored, its pages coded.
+        """Attention of the plan's groups, whose pages of this chunk are coded here; its keys and values are stored.
 
         Args:
             cell: index of the cell.
@@ -336,9 +373,22 @@ class Prefill:
     ) -> None:
         scratch = self.scratch
         span = slice(group.first, group.last)
-        tokens = group.last - group.first
-        if len(group.expand_tasks):
-            self._expand(cell, k, v, step, group)
+        self._write_history(cell, k, v, step, group)
+        coded_lse: Tensor | None = None
+        if group.max_coded:
+            coded_lse = self.attention(
+                q[span],
+                scratch.coded_k,
+                scratch.coded_v,
+                cu_q=group.cu_new,
+                cu_k=group.cu_coded,
+                max_q=group.max_new,
+                max_k=group.max_coded,
+                window=None,
+                splits=group.splits,
+                out=scratch.coded_o[: group.last - group.first],
+            )
+        # The window comes second: what it reads and writes is what the join reads next.
         exact_k, exact_v = (scratch.exact_k, scratch.exact_v) if group.copies else (k, v)
         window_lse = self.attention(
             q[span],
@@ -352,25 +402,48 @@ class Prefill:
             splits=1,
             out=out[span],
         )
-        if not len(group.join_tasks):
-            return
-        coded_lse = window_lse
-        if group.max_coded:
-            coded_lse = self.attention(
-                q[span],
+        if len(group.join_tasks):
+            self._write_out(q, out, group, exact_k, exact_v, window_lse if coded_lse is None else coded_lse, window_lse)
+
+    def _write_history(self, cell: CellDescriptor, k: Tensor, v: Tensor, step: StepView, group: Group) -> None:
+        """Scratch of the group, and its pages that leave the window inside their own chunk."""
+        scratch = self.scratch
+        offsets = k.stride(0), cell.history_offset_bytes, cell.window_offset_bytes
+        tables = step.pool, step.history_table, step.window_table
+        strides = step.history_table.stride(0), step.window_table.stride(0)
+        if len(group.encode_tasks):
+            # With more new tokens than the window no cell shares: prefill mode "fast" is not served on a GPU.
+            assert cell.owns_history
+            self._encode[cell.bits](
+                (self.heads, len(group.encode_tasks), 1),
+                *tables,
+                group.encode_tasks,
+                group.info,
+                k,
+                v,
                 scratch.coded_k,
                 scratch.coded_v,
-                cu_q=group.cu_new,
-                cu_k=group.cu_coded,
-                max_q=group.max_new,
-                max_k=group.max_coded,
-                window=None,
-                splits=group.splits,
-                out=scratch.coded_o[:tokens],
+                self.counters,
+                *offsets,
+                *strides,
             )
-        self._join(q, out, group, exact_k, exact_v, coded_lse, window_lse)
+        if len(group.expand_tasks):
+            self._expand[cell.bits](
+                (self.heads, len(group.expand_tasks), 1),
+                *tables,
+                group.expand_tasks,
+                group.info,
+                k,
+                v,
+                scratch.coded_k,
+                scratch.coded_v,
+                scratch.exact_k,
+                scratch.exact_v,
+                *offsets,
+                *strides,
+            )
 
-    def _join(
+    def _write_out(
         self,
         q: Tensor,
         out: Tensor,
@@ -380,8 +453,10 @@ class Prefill:
         coded_lse: Tensor,
         window_lse: Tensor,
     ) -> None:
+        """Join the parts; ``out`` holds the window's."""
         scratch = self.scratch
-        join_kernel[(len(group.join_tasks), self.heads * self.group)](
+        self._join(
+            (self.heads * self.group, len(group.join_tasks), 1),
             q,
             out,
             group.join_tasks,
@@ -399,41 +474,6 @@ class Prefill:
             group.first,
             group.last - group.first,
             1.0 / math.sqrt(self.dim),
-            H=self.heads,
-            G=self.group,
-            D=self.dim,
-            WINDOW=self.policy.window_tokens,
-            num_warps=4,
-        )
-
-    def _expand(self, cell: CellDescriptor, k: Tensor, v: Tensor, step: StepView, group: Group) -> None:
-        scratch, layout = self.scratch, self.layout
-        expand_kernel[(len(group.expand_tasks), self.heads)](
-            step.pool,
-            step.history_table,
-            step.window_table,
-            group.expand_tasks,
-            group.info,
-            k,
-            v,
-            scratch.coded_k,
-            scratch.coded_v,
-            scratch.exact_k,
-            scratch.exact_v,
-            k.stride(0),
-            cell.history_offset_bytes,
-            cell.window_offset_bytes,
-            step.history_table.stride(0),
-            step.window_table.stride(0),
-            BITS=cell.bits,
-            H=self.heads,
-            D=self.dim,
-            SINK=self.policy.sink_tokens,
-            BLOCK_BYTES=layout.block_bytes,
-            PAGE_BYTES=layout.page_bytes,
-            PAGES=layout.pages_per_block,
-            WINDOW=layout.window_block_tokens,
-            num_warps=4,
         )
 
 

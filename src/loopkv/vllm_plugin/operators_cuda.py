@@ -54,7 +54,12 @@ class CudaStepOperators:
             layout, dtype, max_rows=max_rows, device=device, seed=SEED_MODES[seed], count_hot=layout.tau is not None
         )
         self.prefill = make_prefill(
-            layout, dtype, max_tokens=max_tokens, max_model_tokens=max_model_tokens, device=device
+            layout,
+            dtype,
+            max_tokens=max_tokens,
+            max_model_tokens=max_model_tokens,
+            device=device,
+            counters=self.kernels.code_counters,
         )
         self._view: tuple[Step, StepView] | None = None
         self._divided: DividedStep | None = None
@@ -76,7 +81,7 @@ class CudaStepOperators:
         if self.prefill is None or divided is None:
             self.kernels.attend(cell, q, k, v, out, view, max_queries=step.max_query_tokens)
             return
-        self.kernels.store(cell, k, v, view, max_queries=step.max_query_tokens)
+        self.kernels.store(cell, k, v, view, max_queries=step.max_query_tokens if divided.plan.others_leave else 1)
         self.prefill.attend(cell, q, k, v, out, view, divided.plan)
         for rows, queries in divided.others:
             self.kernels.attend_stored(cell, q, k, v, out, rows, queries=queries)

@@ -67,7 +67,13 @@ def flash_attention() -> VarlenAttention | None:
 
 
 def make_prefill(
-    layout: Layout, dtype: torch.dtype, *, max_tokens: int, max_model_tokens: int, device: torch.device
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    max_model_tokens: int,
+    device: torch.device,
+    counters: Tensor,
 ) -> Prefill | None:
     """Prefill for a worker, its buffers allocated; None where FlashAttention 3 does not serve.
 
@@ -77,6 +83,7 @@ def make_prefill(
         max_tokens: most new tokens of a step.
         max_model_tokens: most tokens of a request.
         device: of the worker.
+        counters: [2] int64, see ``Prefill``.
     """
     attention = flash_attention() if dtype == torch.bfloat16 else None
     if attention is None:
@@ -91,6 +98,7 @@ def make_prefill(
         coded_tokens=coded,
         device=device,
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
+        counters=counters,
     )
     prefill.compile()
     return prefill
