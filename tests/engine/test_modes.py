@@ -19,18 +19,6 @@ pytestmark = pytest.mark.engine
 RANK, ALPHA = 4, 8
 
 
-def test_the_bf16_plan_gives_the_tokens_of_vllms_own_ouro(engines, documents):
-    prompts = [documents[i][:n] for i, n in enumerate((600, 40, 350, 900))]
-    stock = engines.get(None)
-    assert type(stock.runner.model).__module__ == "vllm.model_executor.models.ouro"
-    expected = stock.generate(prompts, 24)
-    served = engines.get("bf16")
-    assert type(served.runner.model).__module__ == "loopkv.vllm_plugin.model_ouro"
-    served.forget()
-    for output, wanted in zip(served.generate(prompts, 24), expected, strict=True):
-        assert same_tokens(output, wanted)
-
-
 def test_fast_prefill_reads_a_chunks_own_pages_exact(engines, reference, documents, plans):
     """In one chunk from the start, a shared cell reads its own exact history; the others read their codes."""
     plan, ids = plans["memory"], documents[1][:900]
@@ -128,3 +116,15 @@ def test_lora_adapters_act_in_every_loop_and_do_not_share_a_cache(engines, refer
         expected = torch.log_softmax(logits.double(), dim=-1)
         assert max(abs(value - float(expected[token])) for token, value in output.logprobs[0].items()) < 2e-2
     engine.check_idle()
+
+
+def test_the_bf16_plan_gives_the_tokens_of_vllms_own_ouro(engines, documents):
+    prompts = [documents[i][:n] for i, n in enumerate((600, 40, 350, 900))]
+    stock = engines.get(None)
+    assert type(stock.runner.model).__module__ == "vllm.model_executor.models.ouro"
+    expected = stock.generate(prompts, 24)
+    served = engines.get("bf16")
+    assert type(served.runner.model).__module__ == "loopkv.vllm_plugin.model_ouro"
+    served.forget()
+    for output, wanted in zip(served.generate(prompts, 24), expected, strict=True):
+        assert same_tokens(output, wanted)

@@ -21,7 +21,7 @@ TOKENS = 2000
 FIRST_CODED = 319
 
 
-@pytest.fixture(scope="module", params=["bf16", "int4", "int2", "memory", "memory-tau"])
+@pytest.fixture(scope="module", params=["bf16", "int4", "int2", "memory-tau", "memory"])
 def name(request):
     return request.param
 

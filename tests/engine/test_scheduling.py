@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from harness import ServedEngine, same_tokens
+from harness import Output, ServedEngine, same_tokens
 
 from loopkv.vllm_plugin.cache import WindowManager
 
@@ -159,6 +164,29 @@ def test_a_fault_of_one_step_is_not_handed_on(engine, documents, alone, monkeypa
     engine.check_idle()
 
 
+def test_two_tensor_parallel_workers_hold_a_half_of_each_page(plan_files, documents, alone):
+    rows = {0: documents[0][:700], 2: documents[2][:333]}
+    asked = {"plan": plan_files["memory"], "prompts": list(rows.values()), "max_tokens": NEW_TOKENS}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("tensor_parallel_worker.py"))],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # on two cores more threads would wait for each other, busily
+    )
+    answers = [line.removeprefix("ANSWER ") for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert done.returncode == 0 and answers, done.stderr[-3000:]
+    answer = json.loads(answers[0])
+    outputs = [
+        Output(tuple(tokens), tuple(dict(entry) for entry in logprobs), None, 0)
+        for tokens, logprobs in zip(answer["tokens"], answer["logprobs"], strict=True)
+    ]
+    check(outputs, [alone[i] for i in rows], "two tensor-parallel workers")
+    # E(711) = 448 and E(344) = 64 tokens, less the sink's page: 13 + 1 pages, coded by both workers
+    assert [counters["pages_coded"] for counters in answer["counters"]] == [14, 14]
+
+
 def test_sampling_parameters_do_not_depend_on_batch_mates(engine, documents):
     """Penalties, bans and biases act on the same logits alone and in a batch."""
     engine.forget()
@@ -197,7 +225,7 @@ def test_chunks_longer_than_the_window_where_nothing_is_shared(engines, document
         engine.forget()
         engine.set_chunk(chunk)
         most = 0
-        outputs.append(engine.generate(rows, NEW_TOKENS))
+        outputs.append(engine.generate(rows, 6))
         engine.check_idle()
         held.append(most)
         check(outputs[-1], outputs[0], f"chunks of {chunk} without shared cells")

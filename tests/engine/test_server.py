@@ -1,7 +1,4 @@
-"""`loopkv serve` as a user starts it (compiled, several processes), asked by the `openai` client.
-
-Two tensor-parallel workers, each with the pages of its own heads.
-"""
+"""`loopkv serve` as a user starts it (compiled, several processes), asked by the `openai` client."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ def server(engines, plan_files, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log.txt"
     command = [str(Path(sys.executable).with_name("loopkv")), "serve", str(model_folder())]
     command += ["--plan", plan_files["memory-tau"], "--dtype", "float32", "--max-model-len", "1280"]
-    command += ["--tensor-parallel-size", "2", "--max-num-seqs", "4", "--served-model-name", "tiny"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--max-num-seqs", "4", "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
     environment = {
         k: v for k, v in os.environ.items() if k not in ("TORCH_COMPILE_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING")
     }
@@ -161,9 +157,8 @@ def test_the_log_and_the_metrics_say_what_is_served(server, plans):
         metrics = dict(
             line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line.startswith("loopkv_")
         )
-    coded = [float(metrics[f'loopkv_pages_coded_total{{engine="0",rank="{rank}"}}']) for rank in (0, 1)]
-    assert coded[0] == coded[1] > 0, "every worker codes its own heads of each page"
     labels = '{engine="0",rank="0"}'
+    assert float(metrics[f"loopkv_pages_coded_total{labels}"]) > 0
     assert float(metrics[f"loopkv_clamped_values_total{labels}"]) == 0
     assert 0 < float(metrics['loopkv_hot_share{engine="0"}']) < 1
     assert float(metrics[f"loopkv_history_pages{labels}"]) == 0, "nothing runs"
