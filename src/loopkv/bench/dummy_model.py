@@ -27,7 +27,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ouro-2.6b": {**_OURO_SHAPE, "num_hidden_layers": 48},
     "tiny": {
         **_OURO_SHAPE,
-        "vocab_size": 512,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -37,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "total_ut_steps": 3,
     },
 }
-"""Geometries by name; ``tiny`` is for tests on a CPU."""
+"""Geometries by name; ``tiny`` is for tests on a CPU. The vocabulary stays Ouro's: it must hold the tokenizer's ids."""
 MAX_POSITIONS = 65536
 
 
