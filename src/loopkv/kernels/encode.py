@@ -157,18 +157,49 @@ def encode_kernel(
     window = pool + window_offset
     element = coded_k.dtype.element_ty
     changed = 0
-    for b in tl.static_range((D + 127) // 128):
-        AT: tl.constexpr = b * 128
-        WIDE: tl.constexpr = 128 if D - AT >= 128 else (64 if D - AT >= 64 else 32)
+    for b in tl.static_range(D // 128):
         k, v = load_tokens(
-            window, table, info, k_new, v_new, kv_stride, token, head, AT, WIDE, element, H, D, BLOCK_BYTES, WINDOW
+            window, table, info, k_new, v_new, kv_stride, token, head, b * 128, 128, element, H, D, BLOCK_BYTES, WINDOW
         )
-        changed += store_coded(page, lane, k, v, coded_k, coded_v, to, head, BITS, H, D, AT, WIDE)
-    if D % 128 == 96:
+        changed += store_coded(page, lane, k, v, coded_k, coded_v, to, head, BITS, H, D, b * 128, 128)
+    if D % 128 >= 64:
         k, v = load_tokens(
-            window, table, info, k_new, v_new, kv_stride, token, head, D - 32, 32, element, H, D, BLOCK_BYTES, WINDOW
+            window,
+            table,
+            info,
+            k_new,
+            v_new,
+            kv_stride,
+            token,
+            head,
+            D // 128 * 128,
+            64,
+            element,
+            H,
+            D,
+            BLOCK_BYTES,
+            WINDOW,
         )
-        changed += store_coded(page, lane, k, v, coded_k, coded_v, to, head, BITS, H, D, D - 32, 32)
+        changed += store_coded(page, lane, k, v, coded_k, coded_v, to, head, BITS, H, D, D // 128 * 128, 64)
+    if D % 64 >= 32:
+        k, v = load_tokens(
+            window,
+            table,
+            info,
+            k_new,
+            v_new,
+            kv_stride,
+            token,
+            head,
+            D // 64 * 64,
+            32,
+            element,
+            H,
+            D,
+            BLOCK_BYTES,
+            WINDOW,
+        )
+        changed += store_coded(page, lane, k, v, coded_k, coded_v, to, head, BITS, H, D, D // 64 * 64, 32)
     if changed > 0:
         tl.atomic_add(counters + 1, changed)
 
