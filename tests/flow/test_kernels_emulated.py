@@ -80,6 +80,16 @@ def test_the_same_bits_from_any_grid_seed_or_batch() -> None:
     assert bool(none.isfinite().all())
 
 
+def test_the_same_bits_however_splits_are_grouped() -> None:
+    """36 splits of two heads: 72 for 2 warps (groups of eight) or for 64 (single splits at once)."""
+    case = make_case(CaseSpec((2600, 0, 2100, 700), 2, 1, 64, ("int4", "int2"), 14.0))
+    few, many = EmulatedKernels(case, blocks=1), EmulatedKernels(case, blocks=32)
+    for cell in range(2):
+        _check_decode(case, few, cell)
+        wanted, other = few.decode(cell), many.decode(cell)
+        assert all(torch.equal(wanted[row], other[row]) for row in (0, 2, 3))
+
+
 def test_pages_and_mixed_steps() -> None:
     """A step of 40 new tokens a row: coded pages byte for byte, every query by its own boundary."""
     case = make_case(CaseSpec((330, 20, 660), 1, 3, 96, ("share", "int4"), keep_exact=True, window_block_tokens=10))

@@ -113,6 +113,19 @@ def test_a_row_alone_and_in_any_batch_is_the_same(options: tuple[str, ...], tau:
             assert torch.equal(_attend(operators, case, cell)[[0, 1, 3, 4, 5]], together[[0, 1, 3, 4, 5]])
 
 
+@pytest.mark.parametrize(("options", "tau"), OPTIONS, ids=["int4", "share+v", "int2,bf16"])
+def test_a_row_alone_and_in_a_large_batch_is_the_same(options: tuple[str, ...], tau: float | None) -> None:
+    """39 rows of 31 splits, 16 heads: warps read four splits in a row at first, two later, one at the end."""
+    tokens = (8192,) * 39 + (700,)
+    case = _case(CaseSpec(tokens, 16, 1, 128, options, tau))
+    operators = CudaOperators(case.layout, case.spec.dtype, max_rows=40, device=torch.device("cuda", 0))
+    for cell in range(2):
+        together = _attend(operators, case, cell)
+        for row in (0, 12, 20, 29, 38, 39):
+            assert torch.equal(_attend(operators, case, cell, slice(row, row + 1))[0], together[row])
+        assert torch.equal(_attend(operators, case, cell), together)
+
+
 def test_infinite_threshold_is_the_plain_reader_bit_for_bit() -> None:
     case = _case(CaseSpec((2100, 330, 900, 5000), 16, 1, 128, ("share", "int4"), 14.0))
     operators = _operators(case)

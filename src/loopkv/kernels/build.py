@@ -35,6 +35,8 @@ _KIB = 1024
 _TABLE_BYTES = 14 * _KIB  # row tables and barriers beside the page buffers
 _NOTES_BYTES = 512  # of a warp (csrc/attend.cuh)
 _MAX_WARPS = 12  # 168 registers a thread
+_MAX_WARPS_INT2 = 12  # 16 warps of 128 registers each: slower on an H200
+_MAX_WARPS_PRECISION = 12  # 15: slower too
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +87,15 @@ class Build:
         return 3 * 40 * self.head_dim
 
     @property
+    def int2_ring_bytes(self) -> int:
+        """The same for int2: five pages, or four where more warps share the memory."""
+        many = _MAX_WARPS_INT2 > _MAX_WARPS and self.queries == 1 and self.head_dim == 128
+        return 4 * 24 * self.head_dim if many else self.ring_bytes
+
+    @property
     def precision_ring_bytes(self) -> int:
-        """The same for V precision, whose low plane has two buffers of its own."""
-        return (3 * 32 + 2 * 8) * self.head_dim
+        """The same for V precision: three pages without the low plane, which has one buffer of its own."""
+        return (3 * 32 + 8) * self.head_dim
 
     @property
     def warps(self) -> int:
@@ -95,19 +103,32 @@ class Build:
         return self._warps(self.ring_bytes)
 
     @property
+    def int2_warps(self) -> int:
+        """The same for int2."""
+        return self._warps(self.int2_ring_bytes, _MAX_WARPS_INT2)
+
+    @property
     def precision_warps(self) -> int:
         """The same for V precision."""
-        return self._warps(self.precision_ring_bytes)
+        return self._warps(self.precision_ring_bytes, _MAX_WARPS_PRECISION)
 
     @property
     def mixed_warps(self) -> int:
         """The same for mixed steps, whose tiles of 16 queries take twice the registers and a larger table."""
         return max(1, min(8, self._warps(self.ring_bytes + MIXED_TILES * 20 // 8)))
 
-    def _warps(self, ring_bytes: int) -> int:
-        most = _MAX_WARPS if self.head_dim <= 128 and self.queries <= 8 else 8
-        queries_bytes = -(-self.head_dim // 64) * 512 if self.queries == 1 else 0
-        warp_bytes = ring_bytes + queries_bytes + _NOTES_BYTES
+    @property
+    def queries_bytes(self) -> int:
+        """Scaled queries of a warp in shared memory (csrc/page.cuh: CodedQueries)."""
+        stride = 48 if self.head_dim == 96 else self.head_dim // 2 + 16
+        return -(-4 * stride // 128) * 128 if self.queries == 1 else 0
+
+    def _warps(self, ring_bytes: int, most: int = _MAX_WARPS) -> int:
+        if self.head_dim > 128 or self.queries > 8:
+            most = 8
+        elif self.queries > 1 or self.head_dim < 128:
+            most = min(most, _MAX_WARPS)
+        warp_bytes = ring_bytes + self.queries_bytes + _NOTES_BYTES
         return max(1, min(most, (self.arch.shared_bytes - _TABLE_BYTES) // warp_bytes))
 
     def flags(self) -> tuple[str, ...]:
@@ -123,6 +144,8 @@ class Build:
             f"-DLOOPKV_SINGLE={int(self.queries == 1)}",
             f"-DLOOPKV_WARPS={self.warps}",
             f"-DLOOPKV_RING_BYTES={self.ring_bytes}",
+            f"-DLOOPKV_WARPS_INT2={self.int2_warps}",
+            f"-DLOOPKV_RING_BYTES_INT2={self.int2_ring_bytes}",
             f"-DLOOPKV_WARPS_PRECISION={self.precision_warps}",
             f"-DLOOPKV_RING_BYTES_PRECISION={self.precision_ring_bytes}",
             f"-DLOOPKV_WARPS_MIXED={self.mixed_warps}",

@@ -12,6 +12,10 @@
 #ifndef LOOPKV_RING_BYTES
 #define LOOPKV_RING_BYTES (3 * 40 * LOOPKV_HEAD_DIM)
 #endif
+#ifndef LOOPKV_WARPS_INT2
+#define LOOPKV_WARPS_INT2 LOOPKV_WARPS
+#define LOOPKV_RING_BYTES_INT2 LOOPKV_RING_BYTES
+#endif
 #ifndef LOOPKV_WARPS_PRECISION
 #define LOOPKV_WARPS_PRECISION LOOPKV_WARPS
 #define LOOPKV_RING_BYTES_PRECISION LOOPKV_RING_BYTES
@@ -26,8 +30,9 @@
 namespace loopkv {
 
 template <int BITS>
-using Plain = AttendConfig<LOOPKV_HEAD_DIM, BITS, false, false, LOOPKV_QUERY_TILES, LOOPKV_SINGLE, LOOPKV_WARPS,
-                           LOOPKV_RING_BYTES>;
+using Plain = AttendConfig<LOOPKV_HEAD_DIM, BITS, false, false, LOOPKV_QUERY_TILES, LOOPKV_SINGLE,
+                           BITS == 2 ? LOOPKV_WARPS_INT2 : LOOPKV_WARPS,
+                           BITS == 2 ? LOOPKV_RING_BYTES_INT2 : LOOPKV_RING_BYTES>;
 using Precise = AttendConfig<LOOPKV_HEAD_DIM, 4, true, false, LOOPKV_QUERY_TILES, LOOPKV_SINGLE, LOOPKV_WARPS_PRECISION,
                              LOOPKV_RING_BYTES_PRECISION>;
 template <int BITS>

@@ -3,13 +3,14 @@
 // between coded and exact tokens (row.cuh), and everything below that says "row" means a tile.
 //
 // Work is cut into tasks of one warp: (row, head, first chunk of 64 exact tokens: the sink), then (row, head, split of
-// the history), then (row, head, other chunks), which are short and end the launch evenly. A warp's first task follows from its place in the grid, every later one from a ticket. A task writes a
-// partial; the warp that completes a (row, head) merges its partials in their order. What is computed, and in which
-// order it is added, depends on the row alone: neither on the batch nor on timing.
+// the history, or several in a row), then (row, head, other chunks), which are short and end the launch evenly. A
+// warp's first task follows from its place in the grid, every later one from a ticket. A chunk and a split write a
+// partial each; the warp that completes a (row, head) merges its partials in their order. What is computed, and in
+// which order it is added, depends on the row alone: neither on the batch nor on timing.
 //
-// V precision acts in decode steps. A split then needs the row's largest sink score (V precision) only after the keys of its first page. The warp with the
-// sink publishes it together with the launch's epoch before it reads the window; it waits on nothing. Should it not run
-// (a warp may wait for a block that was never started), the split computes the same number itself after a while.
+// V precision acts in decode steps. A task then waits for the row's largest sink score. The warp with the sink
+// publishes it together with the launch's epoch before it reads the window; it waits on nothing. Should it not run (a
+// warp may wait for a block that was never started), the task computes the same number itself after a while.
 #pragma once
 
 #include "descriptor.h"
@@ -32,15 +33,16 @@ struct AttendConfig {
   static constexpr bool SINGLE = SINGLE_;
   static constexpr int COLUMNS = SINGLE ? 1 : 2;
   using Page = HeadPage<D, CODED ? BITS : 4>;
-  // With V precision the low plane, which comes in token by token, has two places of its own.
+  // With V precision the low plane, which comes in token by token, has a place of its own.
   static constexpr int kStageBytes = PRECISION ? Page::kMainBytes : Page::kBytes;
-  static constexpr int kLowBytes = PRECISION ? 2 * Page::kLowBytes : 0;
+  static constexpr int kLowBytes = PRECISION ? Page::kLowBytes : 0;
   static constexpr int kFit = CODED ? (RING_BYTES_ - kLowBytes) / kStageBytes : 1;
   static constexpr int STAGES = kFit < 8 ? kFit : 8;
-  static_assert(!CODED || STAGES >= 3, "one page in use, one waiting for its values, one on its way");
+  static_assert(!CODED || STAGES >= (PRECISION ? 3 : 2), "in use, with V precision waiting for values, on its way");
   static constexpr int kRingBytes = RING_BYTES_ / 128 * 128;
-  static constexpr int kZeroQueries = SINGLE ? (D + 63) / 64 * 512 : 0;  // bytes of CodedQueries::z of a warp
-  static constexpr int kWarpBytes = kRingBytes + kZeroQueries + 512;  // and the warp's notes
+  using Queries = CodedQueries<D, NT_, SINGLE_>;
+  static constexpr int kQueryBytes = (Queries::kSharedBytes + 127) / 128 * 128;
+  static constexpr int kWarpBytes = kRingBytes + kQueryBytes + 512;  // and the warp's notes
   using Slots = TileSlots<D, kRingBytes>;
   // Queries of a tile of a mixed step.
   static constexpr int tile_queries(int group_queries) { return MIXED ? 8 * NT / group_queries : 1; }
@@ -54,8 +56,14 @@ struct WarpNotes {
   uint64_t barriers[8];  // of the stages
   int64_t addresses[8];  // where the low plane of the page in each stage lies
   int64_t known[32];     // pages of the split being copied in: number i, i + 32, .. of them
-  int32_t tile, head, part;        // of the task in hand
-  int32_t written_tile, written_head;  // of a part that was written but not yet reported; tile -1: none
+  int32_t tile, head, part;        // of the task in hand: its first part
+  int32_t row, place;              // its row, and the first of its pages
+  int32_t split_tasks, tasks;      // number of the first task after the splits, and of all
+  uint32_t epoch;
+  float ended[16], ended_lift;     // largest scores of a split whose values are still summed, by column, and its lift
+  int32_t ended_splits;            // of the task
+  uint32_t hot;                    // tokens of the task
+  int32_t written_tile, written_head, written_parts;  // parts written but not yet reported; tile -1: none
 };
 static_assert(sizeof(WarpNotes) <= 512);
 
@@ -63,15 +71,26 @@ static_assert(sizeof(WarpNotes) <= 512);
 struct TileTable {
   int count;           // tiles of this launch
   int* chunks_before;  // [count + 1] chunks but the first of each tile
-  int* splits_before;  // [count + 1]
-  int* tokens;         // [count] the first query of the tile sees
+  int* groups_before;  // [count + 1] groups of splits
+  int* tokens;         // [count] the first query of the tile sees; group_shift of the tile in the highest bits
   int* rows;           // [count], mixed steps only
   int* first_query;    // [count], mixed steps only: inside the row
 };
 
+// Splits are read in groups of 2^shift neighbours: a warp that goes from one to the next of the same row keeps its
+// queries and its stream of pages, and reports once. What is computed stays the same, so the size may follow the load:
+// large while every warp has much to do, single splits at the end, so that the warps finish together.
+constexpr int kMostShift = 3;
+constexpr int kTokenBits = 28;
+LKV_DEVICE int group_shift(int64_t splits_left, int warps) {
+  int shift = 0;
+  while (shift < kMostShift && splits_left >= static_cast<int64_t>(warps) * (4 << shift)) ++shift;
+  return shift;
+}
+
 LKV_DEVICE QueryTile tile_of(const AttendArgs& a, const TileTable& table, int index, int tile_queries) {
   QueryTile tile;
-  tile.tokens = table.tokens[index];
+  tile.tokens = table.tokens[index] & ((1 << kTokenBits) - 1);
   if (a.query_start == nullptr) {
     tile.row = tile.first_query = index;
     tile.queries = 1;
@@ -95,8 +114,30 @@ LKV_DEVICE void build_rows(const AttendArgs& a, TileTable& table) {
     const Span span = span_of(a.geometry, tokens, 1);
     table.tokens[row] = tokens;
     table.chunks_before[row] = tokens > 0 ? span.chunks - 1 : 0;
-    table.splits_before[row] = tokens > 0 ? span.splits : 0;
+    table.groups_before[row] = tokens > 0 ? span.splits : 0;
   }
+}
+
+// From running totals of splits to such of groups of splits; one warp.
+LKV_DEVICE void group_splits(const AttendArgs& a, TileTable& table, int warps) {
+  const int lane = lane_id(), H = a.geometry.kv_heads, total = table.groups_before[table.count];
+  if (group_shift(static_cast<int64_t>(total) * H, warps) == 0) return;
+  for (int base = 0; base < table.count; base += 32) {
+    const int row = base + lane;
+    int before = 0, splits = 0;
+    if (row < table.count) {
+      before = table.groups_before[row];
+      splits = table.groups_before[row + 1] - before;
+    }
+    sync_warp();
+    if (row < table.count) {
+      const int shift = group_shift(static_cast<int64_t>(total - before) * H, warps);
+      table.groups_before[row] = (splits + (1 << shift) - 1) >> shift;
+      if (splits > 0) table.tokens[row] |= shift << kTokenBits;
+    }
+  }
+  sync_warp();
+  running_total(table.groups_before, table.count);
 }
 
 // Mixed: tiles of up to `tile_queries` queries, rows in order; this launch takes those from first_tile on. One warp.
@@ -129,7 +170,7 @@ LKV_DEVICE void build_tiles(const AttendArgs& a, TileTable& table, int tile_quer
         table.first_query[first + i] = inside;
         table.tokens[first + i] = sees;
         table.chunks_before[first + i] = span.chunks - 1;
-        table.splits_before[first + i] = span.splits;
+        table.groups_before[first + i] = span.splits;
       }
     }
     total += shfl(sum, 31);
@@ -252,8 +293,7 @@ constexpr float kHidden = -1e30f;
 // Sink and window: one chunk of a tile's exact tokens. `between` runs while the first rows come in.
 template <typename Config, typename Between>
 LKV_DEVICE void exact_chunk(const AttendArgs& a, typename Config::Slots& slots, const WarpNotes& notes,
-                            const QueryTile& queries, const Span& span, int head, int chunk, uint32_t epoch,
-                            Between between) {
+                            const QueryTile& queries, const Span& span, int head, int chunk, Between between) {
   constexpr int D = Config::D, NT = Config::NT, COLUMNS = Config::COLUMNS;
   using Slots = typename Config::Slots;
   const Columns<Config> columns(a, queries, head);
@@ -319,7 +359,7 @@ LKV_DEVICE void exact_chunk(const AttendArgs& a, typename Config::Slots& slots, 
       for (int c = 0; c < COLUMNS; ++c) {
         const int column = 8 * nt + 2 * t + c;
         if (r == 0 && column < columns.count) {
-          store_flag(flags + column, static_cast<uint64_t>(epoch) << 32 | float_bits(state.best[nt][c]));
+          store_flag(flags + column, static_cast<uint64_t>(notes.epoch) << 32 | float_bits(state.best[nt][c]));
         }
       }
     }
@@ -395,16 +435,17 @@ LKV_DEVICE void note_pages(const AttendArgs& a, WarpNotes& notes, int row, int h
   }
 }
 
-// Notes the pages of split number `number` and returns how many it has. Out of line: it is needed once a split, and its
+// Notes the pages of group number `number` and returns how many it has. Out of line: it is needed once a group, and its
 // registers would be missed in every turn.
 template <typename Config>
-LKV_NOINLINE int note_split(const AttendArgs& a, WarpNotes& notes, const TileTable& table, int number) {
+LKV_NOINLINE int note_group(const AttendArgs& a, WarpNotes& notes, const TileTable& table, int number) {
   const int H = a.geometry.kv_heads, cut = number / H;
-  const int index = find_tile(table.splits_before, table.count, cut);
+  const int index = find_tile(table.groups_before, table.count, cut);
   const QueryTile tile = tile_of(a, table, index, Config::tile_queries(a.geometry.group_queries));
   const Span span = span_of(a.geometry, tile.tokens, tile.queries);
-  const int first = (cut - table.splits_before[index]) * span.split_pages, sink = a.geometry.sink_tokens / kPageTokens;
-  const int count = span.pages - first < span.split_pages ? span.pages - first : span.split_pages;
+  const int group_pages = span.split_pages << (table.tokens[index] >> kTokenBits);
+  const int first = (cut - table.groups_before[index]) * group_pages, sink = a.geometry.sink_tokens / kPageTokens;
+  const int count = span.pages - first < group_pages ? span.pages - first : group_pages;
   const int head = number % H;
   note_pages<Config>(a, notes, tile.row, head, sink + first, sink + first + count);
   if (lane_id() < Config::D / 64) prefetch_line(Columns<Config>(a, tile, head).q(0) + 64 * lane_id());
@@ -412,24 +453,22 @@ LKV_NOINLINE int note_split(const AttendArgs& a, WarpNotes& notes, const TileTab
   return count;
 }
 
-// This warp's ring of page buffers in shared memory, and the split whose pages are being copied in. Pages of the next
-// split follow those of the last, so that copies never pause between two tasks.
+// This warp's ring of page buffers in shared memory, and the task whose pages are being copied in. Pages of the next
+// task follow those of the last, so that copies never pause between two tasks.
 template <typename Config>
 struct Ring {
   uint8_t* memory;
   int next_fill = 0, next_use = 0;
   uint32_t phase = 0;
-  int owner = -1;            // task whose pages are being copied
-  int index = 0, count = 0;  // of its next page, and of its pages
+  bool ahead = false;        // the pages being copied are those of the task after the one in hand
+  int index = 0, count = 0;  // of their next page, and of their pages
 
   LKV_DEVICE WarpNotes& notes() const {
-    return *reinterpret_cast<WarpNotes*>(memory + Config::kRingBytes + Config::kZeroQueries);
+    return *reinterpret_cast<WarpNotes*>(memory + Config::kRingBytes + Config::kQueryBytes);
   }
-  LKV_DEVICE uint32_t* zero_queries() const { return reinterpret_cast<uint32_t*>(memory + Config::kRingBytes); }
+  LKV_DEVICE uint8_t* queries() const { return memory + Config::kRingBytes; }
   LKV_DEVICE uint8_t* stage(int at) const { return memory + at * Config::kStageBytes; }
-  LKV_DEVICE uint8_t* low(int turn) const {
-    return memory + Config::STAGES * Config::kStageBytes + (turn & 1) * Config::Page::kLowBytes;
-  }
+  LKV_DEVICE uint8_t* low() const { return stage(Config::STAGES); }
 
   // Starts the copy of the next page, if there is one, into the next stage, which all lanes have left.
   LKV_DEVICE void fill() {
@@ -477,52 +516,71 @@ struct Ring {
 // Queries as halves, scaled by a power of two into [-1, 1], so that products with any fp16 scale stay finite; `unscale`
 // is what a score of this lane's columns 2 t, 2 t + 1 is multiplied with.
 template <typename Config>
-LKV_DEVICE void load_coded_queries(CodedQueries<Config::D, Config::NT, Config::SINGLE>& queries,
+LKV_DEVICE void load_coded_queries(typename Config::Queries& queries,
                                    float (&unscale)[Config::NT][Config::COLUMNS], const Columns<Config>& columns,
                                    float scale_log2) {
   constexpr int D = Config::D, BITS = Config::BITS, NT = Config::NT, COLUMNS = Config::COLUMNS;
   constexpr bool SINGLE = Config::SINGLE;
-  const int r = lane_id() >> 2, t = lane_id() & 3;
+  constexpr int WORDS = SINGLE ? 2 * block_number(D) : D / 8;
+  const int lane = lane_id(), r = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
     const bool real = SINGLE || 8 * nt + r < columns.count;
     const uint16_t* mine = columns.q(SINGLE || !real ? 0 : 8 * nt + r);
-    uint32_t raw[D / 8];
+    uint32_t raw[WORDS];
     int at = 0;
 #pragma unroll
     for (int b = 0; b < block_number(D); ++b) {
+      if constexpr (SINGLE) {
+        const int pairs = shared_pairs(block_channels(D, b));
 #pragma unroll
-      for (int i = 0; i < block_channels(D, b) / 32; ++i) {
-        Vec4 v = {0, 0, 0, 0};
-        if (real) v = load_streamed(mine + block_start(D, b) + t * (block_channels(D, b) / 4) + 8 * i);
-        raw[at++] = v.x;
-        raw[at++] = v.y;
-        raw[at++] = v.z;
-        raw[at++] = v.w;
+        for (int i = 0; i < 2; ++i) {
+          const bool share = i < pairs && has_share(block_channels(D, b), lane);
+          raw[at++] = share ? load_word(mine + block_start(D, b) + 2 * (pairs * lane + i)) : 0u;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < block_channels(D, b) / 32; ++i) {
+          Vec4 v = {0, 0, 0, 0};
+          if (real) v = load_streamed(mine + block_start(D, b) + t * (block_channels(D, b) / 4) + 8 * i);
+          raw[at++] = v.x;
+          raw[at++] = v.y;
+          raw[at++] = v.z;
+          raw[at++] = v.w;
+        }
       }
     }
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
+    for (int i = 0; i < WORDS; ++i) {
       largest = max_float(largest, bits_float((raw[i] << 16) & 0x7fffffffu));
       largest = max_float(largest, bits_float(raw[i] & 0x7fff0000u));
     }
-    largest = max_float(largest, shfl_xor(largest, 1));
-    largest = max_float(largest, shfl_xor(largest, 2));
+#pragma unroll
+    for (int across = 1; across < (SINGLE ? 32 : 4); across *= 2) {
+      largest = max_float(largest, shfl_xor(largest, across));
+    }
     // 2^(e + 1) > largest for a normal float with exponent e; zero and subnormal queries stay as they are.
     const uint32_t exponent = float_bits(largest) >> 23;
     const bool usual = exponent > 0 && exponent < 253;
     const float down = usual ? bits_float((253u - exponent) << 23) : 1.0f;
     const float up = usual ? bits_float((exponent + 1u) << 23) : 1.0f;
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
+    for (int i = 0; i < WORDS; ++i) {
       const float low = bits_float(raw[i] << 16) * down, high = bits_float(raw[i] & 0xffff0000u) * down;
-      const float factor = SINGLE ? 1.0f / pair_factor<BITS>(i & 3) : 1.0f / (i & 1 ? odd_division<BITS, SINGLE> : 1.0f);
-      queries.q[nt][query_place(i)] = pack_half2(low * factor, high * factor);
-      if (SINGLE && (i & 1) == (r & 1)) queries.z[(i / 8 * 32 + lane_id()) * 4 + i % 8 / 2] = pack_half2(low, high);
+      if constexpr (SINGLE) {
+        const int pair = (shared_pairs(block_channels(D, i / 2)) * lane + i % 2) & 3;  // of its eight codes
+        const float factor = 1.0f / (pair < 2 ? (pair == 0 ? pair_factor<BITS>(0) : pair_factor<BITS>(1))
+                                              : (pair == 2 ? pair_factor<BITS>(2) : pair_factor<BITS>(3)));
+        queries.whole[i / 2][i % 2] = pack_half2(low, high);
+        queries.divided[i / 2][i % 2] = pack_half2(low * factor, high * factor);
+      } else {
+        const float factor = 1.0f / (i & 1 ? odd_division<BITS, SINGLE> : 1.0f);
+        queries.q[nt][query_place(i)] = pack_half2(low * factor, high * factor);
+      }
     }
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) unscale[nt][c] = shfl(up, 4 * (2 * t + c)) * scale_log2;
+    for (int c = 0; c < COLUMNS; ++c) unscale[nt][c] = (SINGLE ? up : shfl(up, 4 * (2 * t + c))) * scale_log2;
   }
 }
 
@@ -542,13 +600,14 @@ struct CodedSplit {
   const int G, lane, r, t;  // G: columns with a query
   const int head;
 
-  CodedQueries<D, NT, Config::SINGLE> q;
+  typename Config::Queries q;
   float unscale[NT][COLUMNS];
-  float out[NT][D / 16][4], extra[NT][4];  // extra: rows 0-7 sums of weight * zero by group, row 8 sums of weights
+  static constexpr int TILES = value_tiles<D, Config::SINGLE>;
+  float out[NT][TILES][4], extra[NT][4];  // extra: rows 0-7 sums of weight * zero by group, row 8 sums of weights
   float best[NT][COLUMNS];
   float bar[NT][COLUMNS];  // seed of V precision; +inf for columns without a query
-  float lift = 14.0f;      // weights are halves times 2^lift: small ones stay normal; scales of 2 and more need the room
-  uint32_t hot_total = 0;
+  static constexpr float kLift = 14.0f;
+  float lift = kLift;  // weights are halves times 2^lift: small ones stay normal; scales of 2 and more need the room
 
   // What a page's scores leave for its values.
   uint32_t weight[NT][4];    // pairs of halves: column lane / 4, tokens 8 k + {2 t, 2 t + 1}
@@ -574,7 +633,17 @@ struct CodedSplit {
         zeros[nt][0][j] = zeros[nt][1][j] = 0.0f;
       }
     }
+    if constexpr (Config::SINGLE) {
+      scale_queries<D, BITS, NT>(forget(lane), page, q, zeros[0][0]);
+      sync_warp();
+    }
     score_page<D, BITS, NT, Config::SINGLE>(forget(lane), page, q, codes, zeros);
+    if constexpr (Config::SINGLE) {  // the eight columns' sums in all lanes
+      float& sum = zeros[0][0][0];
+      sum += zeros[0][0][1];
+      sum += shfl_xor(sum, 1);
+      sum += shfl_xor(sum, 2);
+    }
     return stage;
   }
 
@@ -597,7 +666,7 @@ struct CodedSplit {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) changed |= alpha[nt][c] != 1.0f;
     }
-    if (!any(changed)) return;
+    if (!Config::SINGLE && !any(changed)) return;  // SINGLE: a few products are sooner made than avoided
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
@@ -605,8 +674,8 @@ struct CodedSplit {
         extra[nt][c] *= alpha[nt][c];
         extra[nt][2 + c] *= alpha[nt][c];
 #pragma unroll
-        for (int tile = 0; tile < D / 16; ++tile) {
-          const int column = Config::SINGLE ? tile / 2 & 1 : c;  // the one of a lane's two that means anything
+        for (int tile = 0; tile < TILES; ++tile) {
+          const int column = Config::SINGLE ? tile / 2 : c;  // the one of a lane's two that means anything
           out[nt][tile][column] *= alpha[nt][c];
           out[nt][tile][2 + column] *= alpha[nt][c];
         }
@@ -616,9 +685,9 @@ struct CodedSplit {
 
   // Half of the values of the page whose weights are held.
   template <int MT>
-  LKV_DEVICE void values(int turn) {
+  LKV_DEVICE void values() {
     const uint8_t* page = ring.stage(due);
-    const uint8_t* low = Config::PRECISION ? ring.low(turn) : page + Page::kMainBytes;
+    const uint8_t* low = Config::PRECISION ? ring.low() : page + Page::kMainBytes;
     const int here = forget(lane), row = here >> 2, pair = here & 3, group = row % (D / 32);
     const uint32_t ones = row == 0 ? 0x3c003c00u : 0u;
     uint32_t zero[2];
@@ -647,7 +716,7 @@ struct CodedSplit {
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
-        const float odd = Config::SINGLE ? zeros[nt][0][3] : zeros[nt][1][2 + c] * odd_division<BITS, Config::SINGLE>;
+        const float odd = Config::SINGLE ? 0.0f : zeros[nt][1][2 + c] * odd_division<BITS, Config::SINGLE>;
         const float zero = (zeros[nt][0][c] + odd) * unscale[nt][c];
         const float step = unscale[nt][c] * kSubnormal;
         float m = best[nt][c];
@@ -694,14 +763,14 @@ struct CodedSplit {
       lanes &= 0x11111111u;
       found = found * 2 + lanes;
     }
-    hot_total += popcount(found);
+    if (a.workspace.hot_values != nullptr && lane == 0) ring.notes().hot += popcount(found);
     return found;
   }
 
-  LKV_DEVICE void fetch_low(int stage, int turn, uint32_t wanted) {
+  LKV_DEVICE void fetch_low(int stage, uint32_t wanted) {
     const int here = forget(lane);
     const int64_t from = ring.notes().addresses[stage] + here * kCopyBytes;
-    uint8_t* to = ring.low(turn) + here * kCopyBytes;
+    uint8_t* to = ring.low() + here * kCopyBytes;
     uint32_t first = 0;
     if constexpr (32 % kCopies == 0) {  // a lane's tokens are 32 / kCopies apart: 4 / kCopies bits of `wanted`
       const int token = slot_token(here / kCopies);
@@ -741,116 +810,49 @@ struct CodedSplit {
     }
   }
 
-  // `task` is this split's number; `cross` begins the next split's copies once all of this one's have begun.
-  template <typename Before, typename Cross>
-  LKV_DEVICE void run(const Span& span, int task, int split, uint32_t epoch, Before before_writing, Cross cross) {
-    const int first = split * span.split_pages, place0 = a.geometry.sink_tokens / kPageTokens + first;
-    const int count = (first + span.split_pages < span.pages ? first + span.split_pages : span.pages) - first;
-    if (ring.owner != task) {
-      ring.owner = task;
-      ring.index = 0;
-      ring.count = count;
-      note_pages<Config>(a, ring.notes(), queries.row, head, place0, place0 + count);
-    }
-    auto advance = [&] {
-      const bool own = ring.owner == task, mine = own && ring.index < count;
-      if (own && (ring.index & 31) == 0 && ring.index > 0) {
-        note_pages<Config>(a, ring.notes(), queries.row, head, place0 + ring.index, place0 + count);
-        sync_warp();
-      }
-      ring.fill();
-      if (LOOPKV_BULK_COPY && mine && ring.index == count) cross();
-    };
-    sync_warp();  // the stages were left by all lanes
-    for (int i = ring.index; i < STAGES; ++i) {
-      ring.fill();
-      if (Config::PRECISION && !LOOPKV_BULK_COPY) copy_async_commit();  // as many groups a page as in the loop
-    }
-    q.z = ring.zero_queries();
-    load_coded_queries<Config>(q, unscale, columns, a.scale_log2);
+  LKV_DEVICE void clear() {
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
+      for (int i = 0; i < TILES; ++i) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) out[nt][i][j] = 0.0f;
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) extra[nt][j] = 0.0f;
+    }
+  }
+  LKV_DEVICE void begin_split() {
+    lift = kLift;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) best[nt][c] = bits_float(0xff800000u);
     }
-    if (LOOPKV_BULK_COPY && ring.index == count && ring.owner == task) cross();
-    float s[NT][4][COLUMNS], fresh[NT][COLUMNS];
-    auto take = [&](int i, int stage) {  // the scores of page i into the running maximum
-      const int end = (place0 + i + 1) * kPageTokens;
-      const float lifted = wide(stage) ? 0.0f : lift;
-      maximum(s, fresh, lifted, end, end > span.recent);
-      lift = lifted;
-    };
-    if constexpr (!Config::PRECISION) {
-      for (int i = 0; i < count; ++i) {
-        due = score(ring.template wait<STAGES - 1>());
-        take(i, due);
-        weigh(s, fresh);
-        rescale();
-        values<0>(0);
-        values<1>(0);
-        sync_warp();
-        advance();
-      }
-    } else {
-      // A page's values are used one turn after its scores: its low plane comes in meanwhile. Two are on their way, for
-      // with the memory busy each takes about as long as a turn.
-      // Copy groups (no bulk copies): a page's low plane and another's main part in every turn.
-      constexpr int kMain = 2 * (STAGES - 2), kLow = LOOPKV_BULK_COPY ? 1 : 2;
-      due = score(ring.template wait<kMain + 2>());
-      take(0, due);
-      read_seed<Config>(a, queries, head, epoch, bar);
+  }
+
+  // Notes what the sums of a split are relative to: it ends here.
+  LKV_DEVICE void end_split() {
+    WarpNotes& notes = ring.notes();
+    if (r == 0) {
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-          if (!Config::SINGLE && 8 * nt + 2 * t + c >= G) bar[nt][c] = bits_float(0x7f800000u);
-        }
+        for (int c = 0; c < COLUMNS; ++c) notes.ended[8 * nt + COLUMNS * t + c] = best[nt][c];
       }
-      hot = find_hot(s);
-      fetch_low(due, 0, hot);
-      if (!LOOPKV_BULK_COPY) copy_async_commit();  // where later turns fill a stage
-      weigh(s, fresh);
-      for (int i = 1; i < count; ++i) {
-        const int stage = score(ring.template wait<kMain>());
-        take(i, stage);
-        const uint32_t wanted = find_hot(s);
-        fetch_low(stage, i, wanted);
-        rescale();
-        copy_async_wait<kLow>();
-        sync_warp();
-        values<0>(i - 1);
-        values<1>(i - 1);
-        sync_warp();
-        advance();
-        weigh(s, fresh);
-        hot = wanted;
-        due = stage;
-      }
-      copy_async_wait<0>();
-      sync_warp();
-      rescale();
-      values<0>(count - 1);
-      values<1>(count - 1);
-      sync_warp();
     }
-#if !LOOPKV_BULK_COPY
-    copy_async_wait<0>();
-#endif
-    before_writing();  // the part before this one has long been stored
-
-    const WarpNotes& notes = ring.notes();
-    const int64_t at = part_index(a, notes.tile, notes.head, notes.part) * (Config::MIXED ? 8 * NT : G);
+    if (lane == 0) notes.ended_lift = lift;
+    sync_warp();
+  }
+  // The partial of the split that ended last.
+  LKV_DEVICE void write() {
+    WarpNotes& notes = ring.notes();
+    const int number = notes.ended_splits;
+    const float lifted = notes.ended_lift;
+    const int64_t at = part_index(a, notes.tile, notes.head, notes.part + number) * (Config::MIXED ? 8 * NT : G);
     float* o = a.workspace.partial_o + at * D;
     float* ml = a.workspace.partial_ml + at * 2;
-    const float drop = lift == 0.0f ? 1.0f : 6.103515625e-05f;  // 2^-14
+    const float drop = lifted == 0.0f ? 1.0f : 6.103515625e-05f;  // 2^-kLift
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
@@ -864,7 +866,8 @@ struct CodedSplit {
           float x[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            x[i] = fma_float(out[nt][2 * g + (i & 1)][2 * (i >> 1) + j], value_unscale<BITS>(i) * drop, zero);
+            const float sum = out[nt][out_tile<Config::SINGLE>(g, i & 1)][2 * (i >> 1) + j];
+            x[i] = fma_float(sum, value_unscale<BITS>(i) * drop, zero);
           }
           if (Config::SINGLE ? t == g / 2 : column < G) {
             *reinterpret_cast<Vec4*>(row_o + 32 * g) = {float_bits(x[0]), float_bits(x[1]), float_bits(x[2]),
@@ -872,21 +875,142 @@ struct CodedSplit {
           }
         }
         if (r == 0 && (Config::SINGLE ? t == 0 : column < G)) {
-          ml[2 * column] = best[nt][c];
+          ml[2 * column] = notes.ended[8 * nt + COLUMNS * t + c];
           ml[2 * column + 1] = extra[nt][2 + c] * drop;
         }
       }
     }
-    if constexpr (Config::PRECISION) {
-      if (a.workspace.hot_values != nullptr && lane == 0) atomic_add64(a.workspace.hot_values, hot_total);
+    sync_warp();
+    if (lane == 0) notes.ended_splits = number + 1;
+    sync_warp();
+  }
+
+  // Splits `split` .. `split + splits - 1`. `cross` begins the next task's copies once all of this one's
+  // have begun; `before_computing` runs while the first page is on its way.
+  template <typename Before, typename Cross>
+  LKV_DEVICE void run(const Span& span, int split, int splits, Before before_computing, Cross cross) {
+    const int first = split * span.split_pages, place0 = a.geometry.sink_tokens / kPageTokens + first;
+    const int most = splits * span.split_pages, count = span.pages - first < most ? span.pages - first : most;
+    if (lane == 0) {
+      ring.notes().row = queries.row;
+      ring.notes().place = place0;
+      ring.notes().ended_splits = 0;
+      ring.notes().hot = 0;
     }
+    if (!ring.ahead) {
+      ring.index = 0;
+      ring.count = count;
+      note_pages<Config>(a, ring.notes(), queries.row, head, place0, place0 + count);
+    }
+    ring.ahead = false;
+    auto advance = [&] {
+      if (!ring.ahead && ring.index < ring.count) {
+        if ((ring.index & 31) == 0 && ring.index > 0) {
+          const WarpNotes& notes = ring.notes();
+          const int place = notes.place;
+          note_pages<Config>(a, ring.notes(), notes.row, notes.head, place + ring.index, place + ring.count);
+          sync_warp();
+        }
+        ring.fill();
+        if (LOOPKV_BULK_COPY && ring.index == ring.count) cross();
+      } else {
+        ring.fill();
+      }
+    };
+    sync_warp();  // the stages were left by all lanes
+    for (int i = ring.index; i < STAGES; ++i) ring.fill();
+    before_computing();
+    if constexpr (Config::SINGLE) q.shared = ring.queries();
+    load_coded_queries<Config>(q, unscale, columns, a.scale_log2);
+    sync_warp();
+    if (LOOPKV_BULK_COPY && ring.index == ring.count) cross();
+    float s[NT][4][COLUMNS], fresh[NT][COLUMNS];
+    auto take = [&](int i, int stage) {  // the scores of page i into the running maximum
+      const int end = (place0 + i + 1) * kPageTokens;
+      const float lifted = wide(stage) ? 0.0f : kLift;
+      maximum(s, fresh, lifted, end, end > span.recent);
+      lift = lifted;
+    };
+    if constexpr (!Config::PRECISION) {
+      int i = 0;
+      while (i < count) {
+        clear();
+        begin_split();
+        const int stop = i + span.split_pages < count ? i + span.split_pages : count;
+        for (; i < stop; ++i) {
+          due = score(ring.template wait<STAGES - 1>());
+          take(i, due);
+          weigh(s, fresh);
+          rescale();
+          values<0>();
+          values<1>();
+          sync_warp();
+          advance();
+        }
+        end_split();
+        write();
+      }
+    } else {
+      // A page's values are used one turn after its scores: what is wanted of its low plane comes in meanwhile.
+      read_seed<Config>(a, queries, head, ring.notes().epoch, bar);
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          if (!Config::SINGLE && 8 * nt + 2 * t + c >= G) bar[nt][c] = bits_float(0x7f800000u);
+        }
+      }
+      clear();
+      // Copy groups (no bulk copies): a page's low plane and another's main part in every turn.
+      constexpr int kMain = 2 * (STAGES - 2);
+      static_assert(STAGES == 3, "kMain holds for all turns");
+      for (int i = 0; i <= count; ++i) {
+        const bool more = i < count, turn = !more || (i & (span.split_pages - 1)) == 0;  // a split ended before
+        uint32_t wanted = 0;
+        int stage = 0;
+        if (turn && i > 0) end_split();
+        if (more) {
+          stage = score(ring.template wait<kMain>());
+          if (turn) begin_split();
+          take(i, stage);
+          wanted = find_hot(s);
+        }
+        if (i > 0) {
+          rescale();
+          copy_async_wait<LOOPKV_BULK_COPY ? 0 : 1>();
+          sync_warp();
+          values<0>();
+          values<1>();
+          sync_warp();
+          if (turn) {
+            write();
+            clear();
+          }
+        }
+        if (more) {
+          fetch_low(stage, wanted);
+          if (i > 0) {
+            advance();
+          } else if (!LOOPKV_BULK_COPY) {
+            copy_async_commit();
+          }
+          hot = wanted;
+          due = stage;
+          weigh(s, fresh);
+        }
+      }
+      if (a.workspace.hot_values != nullptr && lane == 0) atomic_add64(a.workspace.hot_values, ring.notes().hot);
+    }
+#if !LOOPKV_BULK_COPY
+    copy_async_wait<0>();
+#endif
   }
 };
 
 constexpr int kMergeRounds = 4;  // of 32 parts: the most a row may have (descriptor.py checks it)
 
-// Joins the partials of a (tile, head) in their order and writes the result.
-template <typename Config>
+// Joins the partials of a (tile, head) in their order and writes the result. BATCH: partials on their way at a time.
+template <typename Config, int BATCH>
 LKV_DEVICE void merge_parts(const AttendArgs& a, const QueryTile& tile, int tile_index, int head, int parts) {
   constexpr int D = Config::D, PER_LANE = D / 32, WIDTH = Config::MIXED ? 8 * Config::NT : 0;
   const Columns<Config> columns(a, tile, head);
@@ -894,7 +1018,6 @@ LKV_DEVICE void merge_parts(const AttendArgs& a, const QueryTile& tile, int tile
   const float* o = a.workspace.partial_o + part_index(a, tile_index, head, 0) * width * D;
   const float* ml = a.workspace.partial_ml + part_index(a, tile_index, head, 0) * width * 2;
   const int64_t stride = static_cast<int64_t>(width) * D;
-  constexpr int BATCH = 8;
   for (int g = 0; g < G; ++g) {
     const float* mine = o + static_cast<int64_t>(g) * D + lane * PER_LANE;
     float y[BATCH][PER_LANE];
@@ -932,17 +1055,16 @@ LKV_DEVICE void merge_parts(const AttendArgs& a, const QueryTile& tile, int tile
     float x[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) x[i] = 0.0f;
+    for (int first = 0; first < parts; first += BATCH) {
+      if (first > 0) load(first);
 #pragma unroll
-    for (int round = 0; round < kMergeRounds; ++round) {
-      for (int first = 32 * round; first < 32 * (round + 1) && first < parts; first += BATCH) {
-        if (first > 0) load(first);
+      for (int j = 0; j < BATCH; ++j) {
+        const int part = first + j, round = part >> 5;
+        const float mine = round < 2 ? (round == 0 ? weight[0] : weight[1]) : (round == 2 ? weight[2] : weight[3]);
+        const float w = shfl(mine, part & 31);
+        if (part < parts) {
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-          const float w = shfl(weight[round], (first + j) & 31);
-          if (first + j < parts) {
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) x[i] = fma_float(y[j][i], w, x[i]);
-          }
+          for (int i = 0; i < PER_LANE; ++i) x[i] = fma_float(y[j][i], w, x[i]);
         }
       }
     }
@@ -960,19 +1082,19 @@ LKV_DEVICE void merge_parts(const AttendArgs& a, const QueryTile& tile, int tile
   }
 }
 
-// Reports a part; the warp that brings a (tile, head)'s last one merges them all.
-template <typename Config>
-LKV_NOINLINE void report_part(const AttendArgs& a, const TileTable& table, int tile_index, int head) {
+// Reports parts; the warp that brings a (tile, head)'s last one merges them all.
+template <typename Config, int BATCH>
+LKV_NOINLINE void report_parts(const AttendArgs& a, const TileTable& table, int tile_index, int head, int written) {
   sync_warp();
   const QueryTile tile = tile_of(a, table, tile_index, Config::tile_queries(a.geometry.group_queries));
   const int parts = span_of(a.geometry, tile.tokens, tile.queries).parts();
   uint32_t arrived = 0;
   uint32_t* arrivals = a.workspace.arrivals + static_cast<int64_t>(tile_index) * a.geometry.kv_heads + head;
-  if (lane_id() == 0) arrived = atomic_add_release(arrivals, 1) + 1;
+  if (lane_id() == 0) arrived = atomic_add_release(arrivals, written) + written;
   if (static_cast<int>(shfl(arrived, 0)) == parts) {
     if (lane_id() == 0) fence_device();
     sync_warp();
-    merge_parts<Config>(a, tile, tile_index, head, parts);
+    merge_parts<Config, BATCH>(a, tile, tile_index, head, parts);
     if (lane_id() == 0) *arrivals = 0;
   }
 }
@@ -990,7 +1112,7 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
                      words + 2 * most + 2,
                      Config::MIXED ? words + 3 * most + 2 : nullptr,
                      Config::MIXED ? words + 4 * most + 2 : nullptr};
-  const uint32_t epoch = load_coherent(a.workspace.control + kControlEpoch) + 1;
+  const uint32_t now = load_coherent(a.workspace.control + kControlEpoch) + 1;
 
   Ring<Config> ring;
   Slots slots;
@@ -998,6 +1120,7 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
   WarpNotes& notes = ring.notes();
   if (lane == 0) {
     notes.written_tile = -1;
+    notes.epoch = now;
 #if LOOPKV_BULK_COPY
     for (int i = 0; i < Config::STAGES; ++i) barrier_init(notes.barriers + i);
     barrier_init_done();
@@ -1015,20 +1138,30 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
     sync_block();
   }
   if (warp == 0) {
-    running_total(table.chunks_before, table.count);
-    running_total(table.splits_before, table.count);
+    running_total(table.groups_before, table.count);
+    if (Config::CODED && !Config::MIXED) {
+      sync_warp();
+      group_splits(a, table, block_count() * Config::WARPS);
+    }
   }
+  if (warp == Config::WARPS - 1) running_total(table.chunks_before, table.count);
   sync_block();
 
   const int first_tasks = table.count * H;  // a padded row's are passed over
-  const int split_tasks = first_tasks + table.splits_before[table.count] * H;
-  const int tasks = split_tasks + table.chunks_before[table.count] * H;
+  if (lane == 0) {
+    notes.split_tasks = first_tasks + table.groups_before[table.count] * H;
+    notes.tasks = notes.split_tasks + table.chunks_before[table.count] * H;
+  }
+  sync_warp();
   const int fixed = block_count() * Config::WARPS;  // tasks given by place in the grid
   int task = warp * block_count() + block_id();
   auto report = [&] {
-    if (notes.written_tile >= 0) report_part<Config>(a, table, notes.written_tile, notes.written_head);
+    if (notes.written_tile >= 0) {
+      report_parts<Config, 8>(a, table, notes.written_tile, notes.written_head, notes.written_parts);
+    }
   };
-  while (task < tasks) {
+  while (task < notes.tasks) {
+    const int split_tasks = notes.split_tasks;
     uint32_t ticket = 0;
     if (lane == 0) ticket = atomic_add(a.workspace.control + kControlTicket, 1);
     const bool exact = task < first_tasks || task >= split_tasks;
@@ -1036,7 +1169,7 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
     const int head = index % H, cut = index / H;
     int tile_index = cut, mine = 0;
     if (task >= first_tasks) {
-      const int* before = exact ? table.chunks_before : table.splits_before;
+      const int* before = exact ? table.chunks_before : table.groups_before;
       tile_index = find_tile(before, table.count, cut);
       mine = cut - before[tile_index] + (exact ? 1 : 0);
     } else if (table.tokens[tile_index] <= 0) {
@@ -1045,6 +1178,12 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
     }
     const QueryTile tile = tile_of(a, table, tile_index, tile_queries);
     const Span span = span_of(a.geometry, tile.tokens, tile.queries);
+    int parts = 1;
+    if (!exact) {
+      const int shift = table.tokens[tile_index] >> kTokenBits;
+      mine <<= shift;
+      parts = span.splits - mine < 1 << shift ? span.splits - mine : 1 << shift;
+    }
     if (lane == 0) {
       notes.tile = tile_index;
       notes.head = head;
@@ -1052,17 +1191,17 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
     }
     int next = -1;
     if (exact) {
-      exact_chunk<Config>(a, slots, notes, tile, span, head, mine, epoch, report);
+      exact_chunk<Config>(a, slots, notes, tile, span, head, mine, report);
     } else if constexpr (Config::CODED) {
-      auto cross = [&] {  // the pages of the next split, so that the ring stays full
+      auto cross = [&] {  // the pages of the next task, so that the ring stays full
         next = fixed + static_cast<int>(shfl(ticket, 0));
-        if (next >= split_tasks) return;
-        ring.count = note_split<Config>(a, notes, table, next - first_tasks);
-        ring.owner = next;
+        if (next >= notes.split_tasks) return;
+        ring.count = note_group<Config>(a, notes, table, next - table.count * H);
+        ring.ahead = true;
         ring.index = 0;
       };
       CodedSplit<Config> reader(a, ring, tile, head);
-      reader.run(span, task, mine, epoch, report, cross);
+      reader.run(span, mine, parts, report, cross);
     } else {
       exact_split<Config>(a, slots, notes, tile, span, head, mine, report);
     }
@@ -1070,18 +1209,22 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
     if (lane == 0) {
       notes.written_tile = notes.tile;
       notes.written_head = notes.head;
+      notes.written_parts = parts;
     }
     task = next >= 0 ? next : fixed + static_cast<int>(shfl(ticket, 0));
     sync_warp();
   }
-  report();
+  if (notes.written_tile >= 0) {  // nothing else to hold in registers, and nothing to do meanwhile
+    report_parts<Config, (Config::D <= 128 ? 16 : 8)>(a, table, notes.written_tile, notes.written_head,
+                                                      notes.written_parts);
+  }
   sync_block();
   if (thread_id() == 0) {
     const uint32_t left = atomic_add(a.workspace.control + kControlExits, 1) + 1;
     if (left == static_cast<uint32_t>(block_count())) {  // the last block sets the stage for the next launch
       a.workspace.control[kControlTicket] = 0;
       a.workspace.control[kControlExits] = 0;
-      a.workspace.control[kControlEpoch] = epoch;
+      a.workspace.control[kControlEpoch] = notes.epoch;
     }
   }
 }

@@ -102,17 +102,28 @@ LKV_DEVICE void load_words(uint32_t* out, const uint8_t* p) {
 // Where a lane keeps its query pair number i.
 constexpr int query_place(int i) { return (i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1); }
 
-// The queries of a warp as operand B. Columns are queries; where a kv head has one (SINGLE), every column is that query,
-// which other columns then serve: of the products with zeros one takes even and one odd pairs, of the products with
-// values each takes another group's scale.
+// The queries of a warp as operand B: columns are queries.
 template <int D, int NT, bool SINGLE>
 struct CodedQueries {
-  uint32_t q[NT][D / 8];  // pairs of halves, this lane's channels; of every four pairs the order is 0 2 1 3
-                          // (query_place). SINGLE: divided by the factor of their codes; else odd pairs by
-                          // odd_division
-  uint32_t* z;  // SINGLE: in shared memory, the undivided pairs 0 2 (even columns) or 1 3 (odd columns) of this lane:
-                // [D / 64][32 lanes][4]
+  static constexpr int kSharedBytes = 0;
+  uint32_t q[NT][D / 8];  // pairs of halves, this lane's channels, odd pairs divided by odd_division; of every four the
+                          // order is 0 2 1 3 (query_place)
 };
+// Where a kv head has one query, every column is that query and all lanes of equal t need the same products with a
+// page's scales: each lane makes a share of them, and they are spread through shared memory. (Reading all scales in all
+// lanes would take most of what shared memory can deliver.)
+template <int D, int NT>
+struct CodedQueries<D, NT, true> {
+  static constexpr int kStride = D == 96 ? 48 : D / 2 + 16;  // bytes; so that four lanes meet no bank twice
+  static constexpr int kSharedBytes = 4 * kStride;
+  uint8_t* shared;  // products with the scales of the page in hand: [4 lanes t] pairs of halves of that lane
+  // This lane's share in each channel block: pairs shared_pairs * lane and on.
+  uint32_t whole[block_number(D)][2], divided[block_number(D)][2];  // by the factor of their codes
+
+  LKV_DEVICE uint8_t* products(int t) const { return shared + t * kStride; }
+};
+constexpr int shared_pairs(int channels) { return channels >= 64 ? channels / 64 : 1; }  // of 32 channels: 16 lanes
+LKV_DEVICE bool has_share(int channels, int lane) { return channels >= 64 || lane < 16; }
 // What odd query pairs were divided by where they serve codes and zeros alike.
 template <int BITS, bool SINGLE>
 constexpr float odd_division = !SINGLE && BITS == 4 ? 16.0f : 1.0f;
@@ -121,7 +132,7 @@ constexpr float odd_division = !SINGLE && BITS == 4 ? 16.0f : 1.0f;
 //   codes  [NT][2 token tiles][kChains][4] sums of q * scale * code * 2^-24
 //   zeros  [NT][2][4] sums of q * zero: over even pairs in rows 0-7 of the first, over odd ones in rows 8-15 of the
 //          second (times odd_division), alike in all those rows: as loaded, four pairs of zeros are operand A. SINGLE:
-//          all in the first, even pairs in even columns and odd pairs in odd ones
+//          in the first, eight sums in its columns (scale_queries)
 template <int D, int BITS, int NT, bool SINGLE, int BLOCK>
 LKV_DEVICE void score_block(int lane, const uint8_t* page, const CodedQueries<D, NT, SINGLE>& queries,
                             float (&codes)[NT][2][kChains][4], float (&zeros)[NT][2][4]) {
@@ -129,7 +140,6 @@ LKV_DEVICE void score_block(int lane, const uint8_t* page, const CodedQueries<D,
   constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK);
   constexpr int LANE_BYTES = C * BITS / 32, WORDS = LANE_BYTES >= 4 ? LANE_BYTES / 4 : 1;
   const int r = lane >> 2, t = lane & 3;
-  uint32_t z[4] = {0, 0, 0, 0};
   uint32_t k[4][WORDS];  // tokens r, r + 8, r + 16, r + 24
   const uint8_t* plane = page + kPageTokens * START * BITS / 8 + r * (C * BITS / 8) + t * LANE_BYTES;
 #pragma unroll
@@ -139,12 +149,13 @@ LKV_DEVICE void score_block(int lane, const uint8_t* page, const CodedQueries<D,
 #pragma unroll
   for (int unit = 0; unit < C / 32; ++unit) {  // eight channels of this lane: two steps of 16 channels
     const int place = START / 8 + 4 * unit;
-    if (SINGLE && unit % 2 == 0) {
-      load_words<16>(z, reinterpret_cast<const uint8_t*>(queries.z) + (place / 8 * 32 + lane) * 16);
+    uint32_t product[4], scale[4], zero[4];
+    if constexpr (SINGLE) {
+      load_words<16>(product, queries.products(t) + 4 * place);
+    } else {
+      load_words<16>(scale, scales + 16 * unit);
+      load_words<16>(zero, offsets + 16 * unit);
     }
-    uint32_t scale[4], zero[4];
-    load_words<16>(scale, scales + 16 * unit);
-    load_words<16>(zero, offsets + 16 * unit);
     uint32_t word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) word[i] = BITS == 4 ? k[i][unit] : k[i][unit / 2] >> (8 * (unit & 1));
@@ -153,11 +164,17 @@ LKV_DEVICE void score_block(int lane, const uint8_t* page, const CodedQueries<D,
       const int i0 = 2 * step, i1 = 2 * step + 1;
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        uint32_t b0 = mul_half2(queries.q[nt][place + step], scale[i0]);
-        uint32_t b1 = mul_half2(queries.q[nt][place + 2 + step], scale[i1]);
-        if constexpr (BITS == 2 && !SINGLE) {
-          if (i0 > 0) b0 = mul_half2(b0, pair_unscale<BITS>(i0));
-          b1 = mul_half2(b1, pair_unscale<BITS>(i1));
+        uint32_t b0, b1;
+        if constexpr (SINGLE) {
+          b0 = product[i0];
+          b1 = product[i1];
+        } else {
+          b0 = mul_half2(queries.q[nt][place + step], scale[i0]);
+          b1 = mul_half2(queries.q[nt][place + 2 + step], scale[i1]);
+          if constexpr (BITS == 2) {
+            if (i0 > 0) b0 = mul_half2(b0, pair_unscale<BITS>(i0));
+            b1 = mul_half2(b1, pair_unscale<BITS>(i1));
+          }
         }
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt) {
@@ -166,9 +183,7 @@ LKV_DEVICE void score_block(int lane, const uint8_t* page, const CodedQueries<D,
         }
       }
     }
-    if constexpr (SINGLE) {
-      mma_f16(zeros[0][0], zero[0], zero[1], zero[2], zero[3], z[2 * (unit % 2)], z[2 * (unit % 2) + 1]);
-    } else {
+    if constexpr (!SINGLE) {
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
@@ -179,6 +194,34 @@ LKV_DEVICE void score_block(int lane, const uint8_t* page, const CodedQueries<D,
       }
     }
   }
+}
+
+// SINGLE: this lane's products of the queries with the scales of a page, for all lanes, and the sums of those with the
+// zeros: with ones as operand A every row of `zeros` gets, in column c, the sum over the lanes 4 c .. 4 c + 3.
+template <int D, int BITS, int NT, int BLOCK = 0>
+LKV_DEVICE void scale_queries(int lane, const uint8_t* page, const CodedQueries<D, NT, true>& queries,
+                              float (&zeros)[4]) {
+  using Page = HeadPage<D, BITS>;
+  constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK), PAIRS = shared_pairs(C);
+  const int pair = PAIRS * lane, t = pair / (C / 8), place = START / 8 + pair % (C / 8);
+  uint32_t sums[2] = {0, 0};
+  if (has_share(C, lane)) {
+    uint32_t scale[PAIRS], zero[PAIRS];
+    load_words<4 * PAIRS>(scale, page + Page::kKeyScales + 2 * START + 4 * pair);
+    load_words<4 * PAIRS>(zero, page + Page::kKeyZeros + 2 * START + 4 * pair);
+    uint32_t* to = reinterpret_cast<uint32_t*>(queries.products(t)) + place;
+    if constexpr (PAIRS == 2) {
+      *reinterpret_cast<Vec2*>(to) = {mul_half2(queries.divided[BLOCK][0], scale[0]),
+                                      mul_half2(queries.divided[BLOCK][1], scale[1])};
+    } else {
+      *to = mul_half2(queries.divided[BLOCK][0], scale[0]);
+    }
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) sums[i] = mul_half2(queries.whole[BLOCK][i], zero[i]);
+  }
+  constexpr uint32_t kOnes = 0x3c003c00u;
+  mma_f16(zeros, kOnes, kOnes, kOnes, kOnes, sums[0], sums[1]);
+  if constexpr (BLOCK + 1 < block_number(D)) scale_queries<D, BITS, NT, BLOCK + 1>(lane, page, queries, zeros);
 }
 
 template <int D, int BITS, int NT, bool SINGLE, int BLOCK = 0>
@@ -235,12 +278,18 @@ LKV_DEVICE void load_low(uint32_t (&words)[2][C == 128 ? 2 : 1], const uint8_t* 
 // Adds one channel block of half a page's values to the output.
 //   low     the page's low plane (BITS 4)
 //   weights [NT][4] pairs of halves: column lane / 4, tokens 8 k + {2 t, 2 t + 1}
-//   out     [NT][D / 16][4] sums of weight * scale * code * factor * 2^-24; rows of tile 2 g + u: channel i = u (rows
-//           0-7) and u + 2 (rows 8-15) of lane row r in group g. SINGLE: column c carries the scale of group c modulo
-//           D / 32, so of tile 2 g + u only column g means anything
+//   out     [NT][value_tiles][4] sums of weight * scale * code * factor * 2^-24; rows of tile out_tile(g, u): channel
+//           i = u (rows 0-7) and u + 2 (rows 8-15) of lane row r in group g. SINGLE: group g adds to column g only, so
+//           that all groups share tiles; two pairs of them, for sums that run beside each other
+template <int D, bool SINGLE>
+constexpr int value_tiles = SINGLE ? 4 : D / 16;
+template <bool SINGLE>
+constexpr int out_tile(int group, int u) {
+  return 2 * (SINGLE ? group & 1 : group) + u;
+}
 template <int D, int BITS, int NT, bool SINGLE, int MT, int BLOCK>
 LKV_DEVICE void value_block(int lane, const uint8_t* page, const uint8_t* low_plane, const uint32_t (&weights)[NT][4],
-                            float (&out)[NT][D / 16][4]) {
+                            float (&out)[NT][value_tiles<D, SINGLE>][4]) {
   using Page = HeadPage<D, BITS>;
   constexpr int C = block_channels(D, BLOCK), START = block_start(D, BLOCK), GROUPS = C / 32, HALVES = C == 128 ? 2 : 1;
   constexpr int SCALED = SINGLE ? 1 : GROUPS;
@@ -283,8 +332,9 @@ LKV_DEVICE void value_block(int lane, const uint8_t* page, const uint8_t* low_pl
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        mma_f16(out[nt][2 * (START / 32 + g) + u], pair[0][u], pair[0][u + 2], pair[1][u], pair[1][u + 2],
-                w[nt][SINGLE ? 0 : g][0], w[nt][SINGLE ? 0 : g][1]);
+        const bool mine = !SINGLE || r == START / 32 + g;  // this lane's column
+        mma_f16(out[nt][out_tile<SINGLE>(START / 32 + g, u)], pair[0][u], pair[0][u + 2], pair[1][u], pair[1][u + 2],
+                mine ? w[nt][SINGLE ? 0 : g][0] : 0u, mine ? w[nt][SINGLE ? 0 : g][1] : 0u);
       }
     }
   }
@@ -293,7 +343,7 @@ LKV_DEVICE void value_block(int lane, const uint8_t* page, const uint8_t* low_pl
 // The values of half a page: tokens 16 MT .. 16 MT + 15.
 template <int D, int BITS, int NT, bool SINGLE, int MT, int BLOCK = 0>
 LKV_DEVICE void value_tile(int lane, const uint8_t* page, const uint8_t* low, const uint32_t (&weights)[NT][4],
-                           float (&out)[NT][D / 16][4]) {
+                           float (&out)[NT][value_tiles<D, SINGLE>][4]) {
   value_block<D, BITS, NT, SINGLE, MT, BLOCK>(lane, page, low, weights, out);
   if constexpr (BLOCK + 1 < block_number(D)) value_tile<D, BITS, NT, SINGLE, MT, BLOCK + 1>(lane, page, low, weights, out);
 }

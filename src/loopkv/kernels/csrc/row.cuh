@@ -33,7 +33,7 @@ struct Span {
   int exact;   // exact tokens
   int chunks;  // tasks over them
   int pages;   // of the history
-  int split_pages;
+  int split_pages;  // min_split_pages times a power of two, itself one
   int splits;  // tasks over them
 
   LKV_DEVICE int parts() const { return chunks + splits; }
