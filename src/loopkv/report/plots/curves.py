@@ -1,0 +1,86 @@
+"""Lines over one pair of axes, linear or logarithmic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from loopkv.report.figure import Drawing
+from loopkv.report.plots.scales import set_scales
+from loopkv.report.plots.series import HEIGHT_IN, MARKERS, WIDTH_IN, Series
+from loopkv.report.theme import Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def curves(
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    horizontal: tuple[float, str] | None = None,
+    vertical: tuple[float, str] | None = None,
+    y_limits: tuple[float, float] | None = None,
+    height_in: float = HEIGHT_IN,
+) -> Drawing:
+    """Lines or clouds over one pair of axes; ``low`` and ``high`` of a series become error bars."""
+
+    def draw(axes: Axes, theme: Theme) -> None:
+        axes.grid(True, linewidth=0.6)
+        axes.set_axisbelow(True)
+        for index, one in enumerate(series):
+            number = index if one.colour is None else one.colour
+            colour = theme.of(number)
+            style: dict[str, Any] = {
+                "color": colour,
+                "marker": MARKERS[number % len(MARKERS)] if one.marked else "none",
+                "linestyle": ("--" if one.dashed else "-") if one.line else "none",
+                "markerfacecolor": "none" if one.hollow else colour,
+                "label": one.name or "_nolegend_",
+            }
+            if one.low:
+                below = [y - low for y, low in zip(one.y, one.low, strict=True)]
+                above = [high - y for y, high in zip(one.y, one.high, strict=True)]
+                axes.errorbar(one.x, one.y, yerr=[below, above], capsize=2, elinewidth=1.0, **style)
+            else:
+                axes.plot(one.x, one.y, **style)
+            for x, y, text in zip(one.x, one.y, one.labels, strict=False):
+                axes.annotate(text, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7.5, color=colour)
+        if horizontal is not None:
+            axes.axhline(horizontal[0], color=theme.muted, linewidth=0.9, linestyle=":")
+            axes.annotate(
+                horizontal[1],
+                (0.01, horizontal[0]),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, 2),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=theme.muted,
+            )
+        if vertical is not None:
+            axes.axvline(vertical[0], color=theme.muted, linewidth=0.9, linestyle=":")
+            axes.annotate(
+                vertical[1],
+                (vertical[0], 0.02),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, 0),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=theme.muted,
+                rotation=90,
+                va="bottom",
+            )
+        set_scales(axes, log_x, log_y)
+        if y_limits is not None:
+            axes.set_ylim(*y_limits)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        names = [one.name for one in series if one.name]
+        if len(names) > 1:
+            axes.figure.legend(loc="outside lower center", ncols=2 if max(map(len, names)) > 14 else 3)
+
+    return Drawing(WIDTH_IN, height_in + 0.17 * math.ceil(len(series) / 2), draw)
