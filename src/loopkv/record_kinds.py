@@ -231,6 +231,13 @@ _KINDS = (
         "and the same tokens re-encoded by the reference codec at that moment",
     ),
     RecordKind(
+        "tests.gpu",
+        "tests",
+        ("failed", "skipped"),
+        ("seconds",),
+        "GPU tests that passed in one run of `make test-gpu`",
+    ),
+    RecordKind(
         "tasks.accuracy",
         "share",
         ("arm", "suite", "task"),

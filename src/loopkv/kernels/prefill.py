@@ -267,7 +267,7 @@ class Prefill:
         groups = tuple(self._group(group, sent[each * i : each * (i + 1)]) for i, group in enumerate(rows))
         others = live & ~taken
         leave = bool((new[others] > self.policy.window_tokens).any())
-        return PrefillPlan(groups, tuple(_runs(others)), leave)
+        return PrefillPlan(groups, tuple(runs_of(others)), leave)
 
     def _send(self, arrays: list[Ints]) -> list[Tensor]:
         """The arrays on the device, in one copy that nobody waits for; each begins at a multiple of 16 bytes."""
@@ -283,7 +283,7 @@ class Prefill:
     def _batches(self, lens: Ints, starts: Ints, new: Ints, taken: NDArray[np.bool_]) -> Iterator[Rows]:
         """Runs of rows that are taken, cut where a buffer would overflow."""
         page = self.policy.page_tokens
-        for begin, end in _runs(taken):
+        for begin, end in runs_of(taken):
             row = np.arange(begin, end, dtype=np.int32)
             rows = _boundaries(self.policy, row, starts[begin:end], (lens - new)[begin:end], new[begin:end])
             exact, coded = rows.exact, rows.coded + page
@@ -477,7 +477,7 @@ class Prefill:
         )
 
 
-def _runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+def runs_of(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """Maximal runs [begin, end) of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

@@ -128,20 +128,22 @@ class CellCache:
         if self._speaks:
             logger.info(startup_line(self.served, self.layout, self.dtype, blocks, self._max_model_len))
 
-    def on_step(self, tokens: Tensor | None, max_query_tokens: int) -> None:
+    def on_step(self, tokens: Tensor | None, query_start: Tensor) -> None:
         """Called by the metadata builder once a step, on the host: publish counts.
 
         Args:
-            tokens: [B] on the host, tokens of the rows after the step (upper bounds), or None if unknown.
-            max_query_tokens: most new tokens of a row.
+            tokens: [>= B] on the host, tokens of the rows after the step (upper bounds), or None if unknown.
+            query_start: [B + 1] on the host, first new token of each row.
         """
-        pages = 0
+        decode_pages = 0
         if tokens is not None:
             policy = self.layout.policy
-            ends = (tokens.long() - policy.window_tokens).div(policy.page_tokens, rounding_mode="floor")
-            pages = int((ends - policy.sink_tokens // policy.page_tokens).clamp(min=0).sum())
-            self.counters.set("history_pages", pages)
-        self.operators.publish(pages if max_query_tokens == 1 else 0)
+            new = query_start.diff()
+            ends = (tokens[: len(new)].long() - policy.window_tokens).div(policy.page_tokens, rounding_mode="floor")
+            pages = (ends - policy.sink_tokens // policy.page_tokens).clamp(min=0)
+            decode_pages = int(pages[new == 1].sum())
+            self.counters.set("history_pages", int(pages.sum()))
+        self.operators.publish(decode_pages)
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One cell of the current step; the first cell also codes the pages that leave.

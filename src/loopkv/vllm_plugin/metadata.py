@@ -50,7 +50,7 @@ class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
     """Passes the runner's tensors on: all planning that the policy needs is a function of ``seq_lens`` alone."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    reorder_batch_threshold: int | None = None
+    reorder_batch_threshold: int | None = 1  # rows with one new token first: they are one part of a mixed step
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -59,7 +59,7 @@ class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
         context = vllm_config.compilation_config.static_forward_context
         layers = [context[name] for name in layer_names]
         # one of the two groups tells the cache that a step begins
-        self._on_step: Callable[[Tensor | None, int], None] | None = next(
+        self._on_step: Callable[[Tensor | None, Tensor], None] | None = next(
             (layer.owner.on_step for layer in layers if layer.leads), None
         )
 
@@ -73,7 +73,7 @@ class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
         assert common_prefix_len == 0, "cascade attention is not supported"
         common = common_attn_metadata
         if self._on_step is not None:
-            self._on_step(common.seq_lens_cpu_upper_bound, common.max_query_len)
+            self._on_step(common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu)
         return GroupMetadata(
             block_table=common.block_table_tensor,
             seq_lens=common.seq_lens,

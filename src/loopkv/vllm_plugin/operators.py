@@ -47,7 +47,7 @@ class Operators(Protocol):
         """Make counts visible to other processes; called on the host once a step, graphs included. Never waits.
 
         Args:
-            decode_pages: history pages of all rows if each has one new token (what V precision decides on); else 0.
+            decode_pages: history pages of the rows with one new token (what V precision decides on).
         """
         ...
 

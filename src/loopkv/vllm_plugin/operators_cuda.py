@@ -15,8 +15,9 @@ from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.layout import Layout
 from loopkv.options import INT4
 from loopkv.vllm_plugin.metrics import Counters
-from loopkv.vllm_plugin.prefill_cuda import DividedStep, divide, make_prefill
+from loopkv.vllm_plugin.prefill_cuda import make_prefill
 from loopkv.vllm_plugin.step import Step
+from loopkv.vllm_plugin.step_parts import StepParts, divide
 
 COPY_SECONDS = 0.25
 """Least time between two copies of the device counters."""
@@ -62,7 +63,7 @@ class CudaStepOperators:
             counters=self.kernels.code_counters,
         )
         self._view: tuple[Step, StepView] | None = None
-        self._divided: DividedStep | None = None
+        self._parts: StepParts | None = None
         reads = [layout.cells[place.holder].option == INT4 for place in layout.cells]
         decided = layout.policy.page_tokens * layout.geometry.kv_heads * sum(reads)
         self._values_per_page = 0 if layout.tau is None else decided
@@ -77,14 +78,21 @@ class CudaStepOperators:
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:
         """See ``Operators.attend``."""
-        view, divided = self._step_view(step), self._divided
-        if self.prefill is None or divided is None:
-            self.kernels.attend(cell, q, k, v, out, view, max_queries=step.max_query_tokens)
+        view, parts = self._step_view(step), self._parts
+        if parts is None:
+            self.kernels.attend(cell, q, k, v, out, view)
             return
-        self.kernels.store(cell, k, v, view, max_queries=step.max_query_tokens if divided.plan.others_leave else 1)
-        self.prefill.attend(cell, q, k, v, out, view, divided.plan)
-        for rows, queries in divided.others:
-            self.kernels.attend_stored(cell, q, k, v, out, rows, queries=queries)
+        if self.kernels.fused:
+            self.kernels.store(cell, k, v, view, max_queries=parts.most_stored)
+            if self.prefill is not None and parts.plan is not None:
+                self.prefill.attend(cell, q, k, v, out, view, parts.plan)
+            for part in parts.mixed:
+                self.kernels.attend_stored(cell, q, k, v, out, part.view, queries=part.count)
+        else:  # every row, those with one new token too: what follows replaces their results
+            self.kernels.attend(cell, q, k, v, out, view, max_queries=step.max_query_tokens)
+        for part in parts.decode:
+            t = part.tokens
+            self.kernels.attend(cell, q[t], k[t], v[t], out[t], part.view)
 
     def publish(self, decode_pages: int) -> None:
         """See ``Operators.publish``. Runs before a step is launched, never inside a graph."""
@@ -125,5 +133,5 @@ class CudaStepOperators:
                 rows=int(step.seq_lens.shape[0]),
             )
             self._view = (step, view)
-            self._divided = None if self.prefill is None else divide(self.prefill, step, view)
+            self._parts = None if decode else divide(step, view, self.prefill)
         return self._view[1]

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from loopkv.kernels.operators import StepView
-from loopkv.kernels.prefill import Prefill, PrefillPlan, VarlenAttention
+from loopkv.kernels.prefill import Prefill, VarlenAttention
 from loopkv.layout import Layout
-from loopkv.vllm_plugin.step import Step
 
 MAX_CODED_TOKENS = 131_072
 """Rows with a longer history take the kernel that needs no scratch."""
-
-
-@dataclass(frozen=True, slots=True)
-class DividedStep:
-    """What goes through FlashAttention, and (view, new tokens) of the runs of rows that do not."""
-
-    plan: PrefillPlan
-    others: tuple[tuple[StepView, int], ...]
 
 
 def flash_attention() -> VarlenAttention | None:
@@ -102,27 +90,3 @@ def make_prefill(
     )
     prefill.compile()
     return prefill
-
-
-def divide(prefill: Prefill, step: Step, view: StepView) -> DividedStep | None:
-    """Divide a step between FlashAttention and the mixed kernel; None gives the kernel everything."""
-    if step.max_query_tokens == 1 or step.seq_lens_cpu is None:
-        return None
-    starts = step.query_start_cpu.numpy()
-    plan = prefill.plan(step.seq_lens_cpu[: len(starts) - 1].numpy(), starts)
-    if plan is None:
-        return None
-    assert view.query_start is not None
-    others = []
-    for begin, end in plan.others:
-        rows = slice(begin, end)
-        part = StepView(
-            pool=view.pool,
-            history_table=view.history_table[rows],
-            window_table=view.window_table[rows],
-            seq_lens=view.seq_lens[rows],
-            query_start=view.query_start[begin : end + 1],
-            rows=end - begin,
-        )
-        others.append((part, int(starts[end] - starts[begin])))
-    return DividedStep(plan, tuple(others))

@@ -1,0 +1,76 @@
+"""Mixed steps: a row with one new token gives the bits of a step in which every row has one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from loopkv.kernels.cases import Case, CaseSpec, make_case
+from loopkv.vllm_plugin.metrics import Counters
+from loopkv.vllm_plugin.operators_cuda import CudaStepOperators
+from loopkv.vllm_plugin.step import Step
+
+
+def _step(case: Case, rows: list[int], counts: list[int]) -> Step:
+    start = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lens = torch.tensor([case.spec.tokens[row] for row in rows], dtype=torch.int32)
+    return Step(
+        pool=case.pool.clone(),
+        history_table=case.history_table[rows],
+        window_table=case.window_table[rows],
+        seq_lens=lens.cuda(),
+        query_start=start.cuda(),
+        query_start_cpu=start,
+        max_query_tokens=max(counts),
+        max_seq_tokens=int(lens.max()),
+        tokens=sum(counts),
+        seq_lens_cpu=lens,
+    )
+
+
+def _attend(operators: CudaStepOperators, case: Case, cell: int, rows: list[int], counts: list[int]) -> list[Tensor]:
+    """[count, Hq, D] of each row."""
+    qs, ks, vs = [], [], []
+    for row, count in zip(rows, counts, strict=True):
+        tokens = case.spec.tokens[row]
+        k, v = case.exact_kv(cell, row, range(tokens - count, tokens))
+        qs.append(case.q[cell, row].expand(count, -1, -1))
+        ks.append(k)
+        vs.append(v)
+    out = torch.full_like(torch.cat(qs), math.nan)
+    step = _step(case, rows, counts)
+    operators.code_leaving_pages(step)
+    operators.attend(cell, torch.cat(qs), torch.cat(ks), torch.cat(vs), out, step)
+    return list(out.split(counts))
+
+
+@pytest.mark.parametrize("tau", [None, 14.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("new_tokens", [2, 40, 256], ids="{} new tokens beside it".format)
+def test_a_neighbours_prefill_changes_no_bit_of_a_decode_row(
+    new_tokens: int, dtype: torch.dtype, tau: float | None
+) -> None:
+    spec = CaseSpec((700, 2101, 900, 1300), 2, 1, 128, ("share", "int4"), tau, keep_exact=True, dtype=dtype)
+    case = make_case(spec, "cuda")
+    operators = CudaStepOperators(
+        case.layout,
+        dtype,
+        seed="sink",
+        max_rows=8,
+        max_tokens=1024,
+        max_model_tokens=4096,
+        device=torch.device("cuda"),
+        counters=Counters(),
+    )
+    for cell in range(2):
+        alone = _attend(operators, case, cell, [0, 1], [1, 1])
+        assert not any(out.isnan().any() for out in alone)
+        beside = _attend(operators, case, cell, [0, 1, 3], [1, 1, new_tokens])
+        between = _attend(operators, case, cell, [0, 3, 2, 1], [1, new_tokens, 1, 1])
+        assert not beside[2].isnan().any()
+        for wanted, row, other in zip(alone, (beside[0], beside[1]), (between[0], between[3]), strict=True):
+            assert torch.equal(wanted, row)
+            assert torch.equal(wanted, other)
