@@ -17,7 +17,10 @@ from loopkv.reference import model_folder
 pytestmark = pytest.mark.engine
 
 
-def test_one_rung_of_stock_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+PLAN = Path(__file__).resolve().parents[2] / "results" / "reference" / "loopkv-m.json"
+
+
+def test_one_rung_of_stock_vllm_and_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -38,21 +41,26 @@ def test_one_rung_of_stock_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write_workload(tmp_path / "work.jsonl", requests)
     output = tmp_path / "slo.jsonl"
     arguments = ["bench", "slo", str(tmp_path / "work.jsonl"), "--model", str(model_folder()), "--arm", "stock"]
+    arguments += ["--arm", f"m={PLAN},tau=10"]
     arguments += ["--rates", "4", "--seeds", "101", "-o", str(output), "--work", str(tmp_path / "work")]
     arguments += ["--server-arg=--enforce-eager", "--server-arg=--max-num-seqs", "--server-arg=8"]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     records = list(read_records([output]))
-    (cell,) = (r for r in records if r.what == "slo.cell")
-    rows = cell.settings["requests"]
-    assert [row["output_tokens"] for row in rows] == [request.output_tokens for request in requests]
-    assert all(row["error"] is None and row["ttft_s"] > 0 for row in rows)
-    assert cell.settings["preemptions"] == 0
-    # The client sends in the pattern that the simulator replays: the last of 8 requests at 8 / 4 s.
-    assert rows[0]["arrival_s"] == 0.0 and 1.0 < rows[-1]["arrival_s"] < 3.0
+    cells = [r for r in records if r.what == "slo.cell"]
+    assert [cell.settings["arm"] for cell in cells] == ["bf16-stock", "m"]
+    assert [cell.plan_sha256 is None for cell in cells] == [True, False]
+    for cell in cells:
+        rows = cell.settings["requests"]
+        assert [row["output_tokens"] for row in rows] == [request.output_tokens for request in requests]
+        assert all(row["error"] is None and row["ttft_s"] > 0 for row in rows)
+        assert cell.settings["preemptions"] == 0
+        # The client sends in the pattern that the simulator replays: the last of 8 requests at 8 / 4 s.
+        assert rows[0]["arrival_s"] == 0.0 and 1.0 < rows[-1]["arrival_s"] < 3.0
     assert {r.settings["tau0_rule"] for r in records if r.what == "slo.tau0_ms"} == {"own", "short"}
-    assert sum(r.what == "slo.attainment" for r in records) == 2 * 3 * 3
-    assert sum(r.what == "slo.capacity" for r in records) == 2 * 3 * 3
+    assert sum(r.what == "slo.attainment" for r in records) == 2 * 2 * 3 * 3  # arms, tau0 rules, k, TTFT bounds
+    assert sum(r.what == "slo.capacity" for r in records) == 2 * 2 * 3 * 3
+    assert sum(r.what == "slo.capacity_ratio" for r in records) == 2 * 3 * 3
 
     # The cell is known: a second run starts no server and scores the same.
     monkeypatch.setattr(slo_run, "running_server", None)
