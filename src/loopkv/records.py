@@ -44,9 +44,10 @@ def _package_versions() -> dict[str, str]:
 def git_commit() -> str | None:
     """Commit of the checkout this package runs from, with ``-dirty`` where the tree differs.
 
-    Outside its own checkout, be it inside another repository: the environment variable ``LOOPKV_COMMIT``, or None.
+    The environment variable ``LOOPKV_COMMIT`` replaces it: a copied tree knows its commit from nobody else. Outside its
+    own checkout, be it inside another repository, None.
     """
-    return _checkout_commit(Path(__file__).resolve().parent) or os.environ.get("LOOPKV_COMMIT")
+    return os.environ.get("LOOPKV_COMMIT") or _checkout_commit(Path(__file__).resolve().parent)
 
 
 def _checkout_commit(package: Path) -> str | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ PROFILED_STEPS = 8
 SETTLING_STEPS = 3
 MAX_RUNNING = 256
 MARGIN_TOKENS = 16
+TRIES = 4
+"""Of a row whose requests are preempted, each with a smaller batch."""
 TTFT_REPEATS = 3
 
 
@@ -70,7 +73,7 @@ class Sweep:
         from vllm import LLM
 
         self.job = job
-        self.identity = Fingerprint.model_validate_json(_json(job.identity))
+        self.identity = Fingerprint.model_validate_json(json.dumps(job.identity))
         self.cuda = torch.cuda.is_available()
         longest = max(context for context, _ in job.rows) + self.extra_tokens()
         options: dict[str, Any] = {
@@ -111,7 +114,7 @@ class Sweep:
         """Tokens a request may grow by beyond its context over all rows of a context."""
         rows = max(sum(1 for c, _ in self.job.rows if c == context) for context, _ in self.job.rows)
         each = OTHER_STEPS + PROFILED_STEPS + 8 * SETTLING_STEPS
-        return self.job.decode_steps + (rows + 2) * each + MARGIN_TOKENS
+        return TRIES * self.job.decode_steps + (rows + 2) * each + MARGIN_TOKENS
 
     def arm_bytes(self) -> Bytes:
         import torch
@@ -241,9 +244,14 @@ class Sweep:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def peak(self, context: int) -> int:
-        """Requests of ``context`` tokens (grown by the steps of the largest row) whose blocks fit together."""
+        """Requests of ``context`` tokens whose blocks fit together at every step of the largest row.
+
+        They all have the same length, so they all hold the most blocks at the same step: a plan's window takes a block
+        more at some lengths than at others.
+        """
         free = self.pool.get_num_free_blocks()
-        self.add(1, context + self.job.decode_steps + PROFILED_STEPS + 4 * SETTLING_STEPS)
+        longest = context + self.job.decode_steps + PROFILED_STEPS + 4 * SETTLING_STEPS
+        self.add(1, longest)
         if self.generates:
             with no_forward(self.model):
                 self.make_resident()
@@ -251,6 +259,10 @@ class Sweep:
             self.make_resident()
         used = free - self.pool.get_num_free_blocks()
         self.drop(1)
+        if not self.job.arm.stock:
+            residency = self.model.cache.layout.residency
+            lengths = range(context, longest + 1)
+            used = max(used, *(residency.history_blocks(n) + residency.window_blocks(n) for n in lengths))
         return max(1, min(free // max(1, used), self.scheduler.max_num_running_reqs))
 
     def run_context(self, context: int, slots: list[str]) -> None:
@@ -327,7 +339,7 @@ class Sweep:
     def row(self, context: int, slot: str, peak: int, *, first: bool) -> None:
         """Time decode steps of the live requests and keep the Records."""
         count = self.job.decode_steps if first else min(OTHER_STEPS, self.job.decode_steps)
-        for _ in range(4):
+        for _ in range(TRIES):
             batch = len(self.live)
             steps, lengths, hot_share = self.timed_steps(count)
             if self.decoding() and len(self.live) == batch:
@@ -426,12 +438,6 @@ def draw_dummy_weights(geometry: Geometry, seed: int) -> None:
             draw_weights(model, geometry.query_heads, geometry.kv_heads, seed)
 
     register_model_loader("dummy")(DrawnWeightsLoader)
-
-
-def _json(data: object) -> str:
-    import json
-
-    return json.dumps(data)
 
 
 def main(path: str) -> None:
