@@ -26,6 +26,7 @@ def _small_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     if flash_attention() is None:
         pytest.skip("no FlashAttention 3 on this device")
     monkeypatch.setattr(prefill, "MIN_NEW_TOKENS", 30)
+    monkeypatch.setattr(prefill, "WORTH_OPERATIONS", 0.0)
 
 
 def _operators(case: Case, max_tokens: int = 8192) -> CudaStepOperators:
