@@ -52,7 +52,7 @@ test-engine: $(STAMP) ## the plugin inside the real vLLM engine, on the CPU
 	$(CPU_ENGINE_ENV) $(PY) -m pytest tests/engine --durations=5
 
 test-gpu: ## kernels on a CUDA device (uses the current python3 where no environment was made)
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -v -ra -n 6
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -vv -ra -n 6
 
 wheel: $(STAMP) ## dist/: a wheel that carries compiled kernels (needs nvcc; without it they are compiled on first use)
 	rm -rf build/lib build/bdist.*
