@@ -9,7 +9,8 @@ import pytest
 
 from loopkv.artifacts import Fingerprint
 from loopkv.bench import decode
-from loopkv.bench.arms import parse_arm, parse_arms
+from loopkv.bench.arm_bytes import pairs_read
+from loopkv.bench.arms import EngineArm, parse_arm, parse_arms
 from loopkv.bench.components import component_of, component_times, launches_per_step
 from loopkv.bench.decode import (
     ALL_SLOTS,
@@ -21,10 +22,14 @@ from loopkv.bench.decode import (
     missing_rows,
     run_decode,
 )
+from loopkv.bench.decode_engine import engine_options
+from loopkv.bench.decode_worker import Sweep, growth_tokens
 from loopkv.bench.dummy_model import SHAPES, dummy_shape, shape_size, write_dummy_model
 from loopkv.capacity import KNOWN_MODELS
 from loopkv.errors import LoopKVError
+from loopkv.layout import lay_out
 from loopkv.models.config import parse_ouro_config, read_config
+from loopkv.planner import named_plan
 from loopkv.records import Record, append_records, make_record, read_records
 
 TINY = shape_size(SHAPES["tiny"])
@@ -153,26 +158,10 @@ def test_bad_plans_are_refused_before_a_process_starts(tmp_path: Path, monkeypat
 
 
 def test_jobs_survive_their_file(tmp_path: Path) -> None:
-    job = Job(
-        arm=parse_arm("tq=stock:turboquant_4bit_nc,skip_layers=2-4"),
-        model="m",
-        dummy=True,
-        identity=Fingerprint(name="tiny", geometry=TINY.geometry).model_dump(mode="json"),
-        step_parameters=5,
-        rows=((400, "1"), (400, "peak")),
-        output="o",
-        engine={"a": 1},
-        settings={"arm": "tq"},
-        decode_steps=8,
-        profile=False,
-        ttft_prompts=16,
-        prefill=False,
-        hot_share=0.2,
-        seed=0,
-        command="loopkv bench decode",
-    )
+    one = settings(tmp_path)
+    job = job_of(one, parse_arm("tq=stock:turboquant_4bit_nc,skip_layers=2-4"), rows=((400, "1"), (400, "peak")))
     job.save(tmp_path / "job.json")
-    assert Job.load(tmp_path / "job.json") == job
+    assert Job.load(tmp_path / "job.json") == job and job.fingerprint == one.identity
 
 
 def test_dummy_models_have_the_known_sizes(tmp_path: Path) -> None:
@@ -214,45 +203,98 @@ def test_component_times_and_launches_are_per_step() -> None:
     assert launches_per_step(calls, steps=8) == 17.0
 
 
+def job_of(one: DecodeSettings, arm: EngineArm, **changes: Any) -> Job:
+    fields: dict[str, Any] = {
+        "arm": arm,
+        "model": str(one.model),
+        "dummy": True,
+        "identity": one.identity.model_dump(mode="json"),
+        "step_parameters": one.step_parameters,
+        "rows": ((400, "1"),),
+        "output": str(one.output),
+        "engine": {},
+        "settings": {"arm": arm.label},
+        "decode_steps": 128,
+        "profile": False,
+        "ttft_prompts": 4,
+        "prefill": False,
+        "hot_share": 0.2,
+        "seed": 0,
+        "command": "loopkv bench decode",
+        **changes,
+    }
+    return Job(**fields)
+
+
 def test_a_row_that_fails_leaves_its_reason_and_the_others_run(tmp_path: Path) -> None:
     """The largest batch is preempted in every try: it is refused, and the next smaller one starts with a fresh fill."""
-    from loopkv.bench.decode_worker import Sweep
-
     one = settings(tmp_path)
-    sweep = Sweep.__new__(Sweep)
-    sweep.job = Job(
-        **{
-            **dict.fromkeys(Job.__dataclass_fields__),
-            "arm": one.arms[1],
-            "settings": {"arm": "kivi4"},
-            "output": str(one.output),
-            "ttft_prompts": 4,
-            "command": "loopkv bench decode",
-        }
-    )
-    sweep.identity, sweep.live = one.identity, []
-    sweep.bytes = type("Bytes", (), {"plan": None})()
+    live: list[str] = []
+    fills: list[int] = []
     done: list[tuple[str, int, bool]] = []
 
-    def row(context: int, slot: str, peak: int, *, first: bool) -> None:
-        if len(sweep.live) == 12:
-            raise LoopKVError("arm kivi4", got="preemptions in every try")
-        done.append((slot, len(sweep.live), first))
+    class Requests:
+        """Twelve fit, whatever the context."""
 
-    fills: list[int] = []
+        def __init__(self) -> None:
+            self.live = live
 
-    def fill(count: int, context: int) -> None:
-        fills.append(count)
-        sweep.live += ["r"] * count
+        def peak(self, context: int, steps: int) -> int:
+            return 12
 
-    def first_tokens(context: int, prompts: int) -> None:
-        raise LoopKVError("arm kivi4", got="a prompt that ended without a token")
+        def fill(self, count: int, context: int) -> None:
+            fills.append(count)
+            live.extend(["r"] * count)
 
-    sweep.peak = lambda context: 12  # type: ignore[method-assign]
-    sweep.row, sweep.fill, sweep.first_tokens = row, fill, first_tokens  # type: ignore[method-assign]
-    sweep.drop = lambda count: [sweep.live.pop() for _ in range(count)]  # type: ignore[method-assign]
+        def drop(self, count: int) -> None:
+            del live[len(live) - count :]
+
+    class FailingSweep(Sweep):
+        def row(self, context: int, slot: str, peak: int, *, first: bool) -> None:
+            if len(live) == 12:
+                raise LoopKVError("arm kivi4", got="preemptions in every try")
+            done.append((slot, len(live), first))
+
+        def first_tokens(self, context: int, prompts: int) -> None:
+            raise LoopKVError("arm kivi4", got="a prompt that ended without a token")
+
+    held: Any = type("Held", (), {"plan": None})()
+    requests: Any = Requests()
+    engine: Any = None
+    sweep = FailingSweep(job_of(one, one.arms[1]), engine, requests, held)
     sweep.run_context(400, ["ttft", "1", "peak/2", "16", "peak"])
-    assert done == [("peak/2", 6, True), ("1", 1, False)] and fills == [12, 6] and sweep.live == []
+    assert done == [("peak/2", 6, True), ("1", 1, False)] and fills == [12, 6] and live == []
     refused = list(read_records([one.output]))
     assert [(r.what, r.settings["slot"]) for r in refused] == [("decode.refused", "ttft"), ("decode.refused", "16")]
     assert "preemptions" in refused[1].settings["reason"]
+
+
+def test_a_request_may_grow_by_every_row_of_its_context(tmp_path: Path) -> None:
+    one = settings(tmp_path)
+    job = job_of(one, one.arms[0], rows=((400, "1"), (400, "peak"), (800, "1")))
+    # two rows at most: 4 tries of 128 steps, (2 + 2) x (32 + 8 profiled + 8 x 3 settling) steps, 16 to spare
+    assert growth_tokens(job) == 4 * 128 + 4 * 64 + 16
+
+
+def test_engine_options_follow_the_arm_and_end_with_the_job_s_own(tmp_path: Path) -> None:
+    one = settings(tmp_path)
+    stock = job_of(one, parse_arm("tq=stock:turboquant_4bit_nc,skip_layers=2-4"), engine={"max_num_seqs": 3})
+    options = engine_options(stock, 1000, cuda=True)
+    assert options["kv_cache_dtype"] == "turboquant_4bit_nc" and options["max_model_len"] == 1000
+    assert options["kv_cache_dtype_skip_layers"] == ["2", "3", "4"]
+    assert options["max_num_seqs"] == 3 and options["load_format"] == "dummy"
+    assert options["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY" and "enforce_eager" not in options
+    assert "additional_config" not in options
+    plan = job_of(one, parse_arm("kivi4"), dummy=False)
+    options = engine_options(plan, 1000, cuda=False)
+    assert options["enforce_eager"] and options["additional_config"] == plan.arm.additional_config()
+    assert not {"kv_cache_dtype", "kv_cache_dtype_skip_layers", "load_format", "compilation_config"} & set(options)
+
+
+def test_pairs_of_a_step_are_those_of_int4_histories() -> None:
+    """A cell that shares reads its holder's history, which lies in the last loop; int2 values have no part to skip."""
+    identity = Fingerprint(name="tiny", geometry=TINY.geometry)  # 3 loops of 2 layers, 2 kv heads
+    for spec, cells in (("kivi4", 6), ("kivi2", 0), ("per-loop:int4,share,int2", 2), ("per-loop:share,int2,int4", 4)):
+        layout = lay_out(named_plan(spec, identity))
+        # 400 tokens: those from 128 on are exact, the first 32 the sink; 290 tokens: exact from 32 on, no history
+        assert pairs_read(layout, [400, 290]) == (96 + 0) * 2 * cells

@@ -118,6 +118,11 @@ class Job:
     seed: int
     command: str
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The model's identity."""
+        return Fingerprint.model_validate_json(json.dumps(self.identity))
+
     def save(self, path: Path) -> None:
         """Write the job file."""
         write_atomically(path, json.dumps(asdict(self)).encode())

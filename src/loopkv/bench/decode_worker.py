@@ -5,265 +5,42 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from loopkv.artifacts import Fingerprint, Plan
+from loopkv.bench.arm_bytes import ArmBytes, arm_bytes, hot_pairs, pairs_read
 from loopkv.bench.components import component_times, launches_per_step
 from loopkv.bench.decode import ALL_SLOTS, OTHER_STEPS, TTFT_SLOT, Job, batch_of
-from loopkv.bench.generated_cache import (
-    GENERATED_DTYPES,
-    draw_weights,
-    fill_blocks,
-    fill_stock,
-    key_std,
-    no_forward,
-    score_bits_for,
-)
+from loopkv.bench.decode_engine import DecodeEngine, start_engine
+from loopkv.bench.resident_requests import SETTLING_STEPS, ResidentRequests
 from loopkv.errors import LoopKVError
-from loopkv.geometry import Geometry
 from loopkv.record_kinds import RECORD_KINDS
 from loopkv.records import append_records, make_record
-from loopkv.step_time import request_read_bytes
 
 PROFILED_STEPS = 8
-SETTLING_STEPS = 3
-MAX_RUNNING = 256
 MARGIN_TOKENS = 16
 TRIES = 4
 """Of a row whose requests are preempted, each with a smaller batch."""
 TTFT_REPEATS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """Bytes of the arm per history token; ``plan`` is None for a stock cache."""
-
-    stored: float
-    read: float
-    plan: Plan | None
-    itemsize: int
-
-    def request_read(self, identity: Fingerprint, tokens: float, hot_share: float | None) -> float:
-        """D_read of a request of ``tokens`` tokens; a measured hot share counts where the plan sets tau."""
-        if self.plan is None:
-            return tokens * self.read
-        return request_read_bytes(
-            identity.geometry,
-            self.plan.policy,
-            self.plan.footprint_at(self.itemsize),
-            round(tokens),
-            exact_itemsize=self.itemsize,
-            hot_share=1.0 if hot_share is None else hot_share,
-        )
-
-
 class Sweep:
-    """An engine with requests that decode together."""
+    """The rows of an arm.
 
-    def __init__(self, job: Job) -> None:
-        import torch
-        from vllm import LLM
+    Args:
+        job: the arm and its rows.
+        engine: of the arm.
+        requests: of the engine.
+        held: bytes of the arm.
+    """
 
-        self.job = job
-        self.identity = Fingerprint.model_validate_json(json.dumps(job.identity))
-        self.cuda = torch.cuda.is_available()
-        longest = max(context for context, _ in job.rows) + self.extra_tokens()
-        options: dict[str, Any] = {
-            "model": job.model,
-            "max_model_len": longest,
-            "max_num_seqs": MAX_RUNNING,
-            "enable_prefix_caching": False,
-            "disable_log_stats": True,
-            "seed": job.seed,
-        }
-        if job.dummy:
-            draw_dummy_weights(self.identity.geometry, job.seed)
-            options |= {"load_format": "dummy", "skip_tokenizer_init": True}
-        if self.cuda:
-            options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        else:
-            options["enforce_eager"] = True
-        if job.arm.kv_cache_dtype != "auto":
-            options["kv_cache_dtype"] = job.arm.kv_cache_dtype
-        if job.arm.skip_layers:
-            options["kv_cache_dtype_skip_layers"] = [str(layer) for layer in job.arm.skip_layers]
-        if not job.arm.stock:
-            options["additional_config"] = job.arm.additional_config()
-        self.engine = LLM(**{**options, **job.engine}).llm_engine
-        self.scheduler: Any = self.engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-        self.pool: Any = self.scheduler.kv_cache_manager.block_pool
-        self.worker: Any = self.engine.engine_core.engine_core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
-        self.model: Any = self.worker.model_runner.get_model()
-        self.vocabulary = int(self.engine.model_config.get_vocab_size())
-        self.names = (f"row-{i}" for i in itertools.count())
-        self.rng = np.random.default_rng(job.seed)
-        self.live: list[str] = []
-        self.bytes = self.arm_bytes()
-        self.generates = not job.prefill and (not job.arm.stock or job.arm.kv_cache_dtype in GENERATED_DTYPES)
-        self.score_bits: float | None = None
-
-    def extra_tokens(self) -> int:
-        """Tokens a request may grow by beyond its context over all rows of a context."""
-        rows = max(sum(1 for c, _ in self.job.rows if c == context) for context, _ in self.job.rows)
-        each = OTHER_STEPS + PROFILED_STEPS + 8 * SETTLING_STEPS
-        return TRIES * self.job.decode_steps + (rows + 2) * each + MARGIN_TOKENS
-
-    def arm_bytes(self) -> Bytes:
-        import torch
-
-        dtype = self.engine.model_config.dtype
-        assert isinstance(dtype, torch.dtype)
-        itemsize = dtype.itemsize
-        plan = self.job.arm.load_plan(self.identity)
-        if plan is not None:
-            held = plan.footprint_at(itemsize)
-            return Bytes(held.stored_bytes, held.read_bytes, plan, itemsize)
-        layout = self.scheduler.kv_cache_config
-        total = sum(tensor.size for tensor in layout.kv_cache_tensors)
-        block_tokens = layout.kv_cache_groups[0].kv_cache_spec.block_size
-        token = total / layout.num_blocks / block_tokens
-        return Bytes(token, token, None, itemsize)
-
-    # -- requests ------------------------------------------------------------------------------------------------------
-
-    def add(self, count: int, context: int, max_tokens: int | None = None) -> None:
-        """Add requests that reach ``context`` tokens in their first decode step."""
-        from vllm import SamplingParams
-
-        most = max_tokens or self.extra_tokens()
-        params = SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0, detokenize=False)
-        for _ in range(count):
-            name = next(self.names)
-            ids = self.rng.integers(0, self.vocabulary, max(1, context - 1)).tolist()
-            self.engine.add_request(name, {"prompt_token_ids": ids}, params)
-            self.live.append(name)
-
-    def drop(self, count: int) -> None:
-        """Abort the ``count`` requests that were added last."""
-        gone = [self.live.pop() for _ in range(count)]
-        if gone:
-            self.engine.abort_request(gone)
-            self.settle()
-
-    def settle(self) -> None:
-        """A few steps, so that what was aborted or admitted is out of the pipeline."""
-        for _ in range(SETTLING_STEPS):
-            if self.scheduler.running or self.scheduler.waiting:
-                self.engine.step()
-
-    def decoding(self) -> bool:
-        """Whether every live request is resident and past its prompt."""
-        running = self.scheduler.running
-        if len(running) != len(self.live) or self.scheduler.waiting:
-            return False
-        return all(r.num_computed_tokens >= r.num_prompt_tokens for r in running)
-
-    def make_resident(self) -> None:
-        """Step until every live request decodes; those that find no room are dropped.
-
-        Raises:
-            LoopKVError: not even one request fits.
-        """
-        still, before = 0, -1
-        while not self.decoding():
-            if len(self.scheduler.running) + len(self.scheduler.waiting) < len(self.live):
-                raise LoopKVError(f"arm {self.job.arm.label}", got="requests that ended early", wanted="resident ones")
-            self.engine.step()
-            progress = sum(
-                r.num_computed_tokens for r in self.scheduler.running if r.num_computed_tokens < r.num_prompt_tokens
-            )
-            waiting = len(self.scheduler.waiting)
-            only_decode = all(r.num_computed_tokens >= r.num_prompt_tokens for r in self.scheduler.running)
-            still = still + 1 if only_decode and waiting and progress == before else 0
-            before = progress
-            if still > 2 * SETTLING_STEPS:  # the rest waits for blocks that only an end would free
-                self.drop(waiting)
-                still = 0
-            if not self.live:
-                raise LoopKVError(f"arm {self.job.arm.label}", got="no request fits the pool", wanted="at least one")
-        self.settle()
-
-    def fill(self, count: int, context: int) -> None:
-        """Bring ``count`` requests of ``context`` tokens to their first decode step, or as many as find room."""
-        self.add(count, context)
-        if not self.generates:
-            self.make_resident()
-            return
-        with no_forward(self.model):
-            self.make_resident()
-        self.generate(context)
-        self.settle()
-
-    def generate(self, context: int) -> None:
-        """Write generated contents into the blocks of the live requests."""
-        import torch
-
-        if self.cuda:
-            torch.cuda.synchronize()
-        self.score_bits = score_bits_for(self.job.hot_share, context)
-        std = key_std(self.score_bits)
-        if self.job.arm.stock:
-            fill_stock(self.worker.model_runner.kv_caches, self.job.arm.kv_cache_dtype, std, self.job.seed)
-            return
-        from loopkv.vllm_plugin.cache.specs import HistorySpec
-
-        cache = self.model.cache
-        blocks: dict[bool, list[int]] = {True: [], False: []}
-        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
-            mine = blocks[isinstance(manager.kv_cache_spec, HistorySpec)]
-            for request in self.scheduler.running:
-                table = manager.req_to_blocks[request.request_id]
-                mine += [block.block_id for block in table if not block.is_null]
-        fill_blocks(cache.layout, cache.pool, blocks[True], blocks[False], cache.dtype, std, self.job.seed)
-
-    def hot_pairs(self) -> int | None:
-        """(token, kv head) pairs that decode steps have read hot so far; None where the plan sets no tau."""
-        if self.bytes.plan is None or self.bytes.plan.tau is None:
-            return None
-        operators = self.model.cache.operators
-        if self.cuda:
-            return int(operators.kernels.hot_values)
-        return int(self.model.cache.counters.values["hot_values"])
-
-    def pairs_read(self, lengths: list[int]) -> int:
-        """Such pairs in one decode step of rows that see ``lengths`` tokens."""
-        layout = self.model.cache.layout
-        policy = layout.policy
-        cells = sum(layout.cells[place.holder].option.name == "int4" for place in layout.cells)
-        history = sum(policy.history_end(tokens) - policy.sink_tokens for tokens in lengths)
-        return int(history) * layout.geometry.kv_heads * cells
-
-    # -- rows ----------------------------------------------------------------------------------------------------------
-
-    def peak(self, context: int) -> int:
-        """Requests of ``context`` tokens whose blocks fit together at every step of the largest row.
-
-        They all have the same length, so they all hold the most blocks at the same step: a plan's window takes a block
-        more at some lengths than at others.
-        """
-        free = self.pool.get_num_free_blocks()
-        longest = context + self.job.decode_steps + PROFILED_STEPS + 4 * SETTLING_STEPS
-        self.add(1, longest)
-        if self.generates:
-            with no_forward(self.model):
-                self.make_resident()
-        else:
-            self.make_resident()
-        used = free - self.pool.get_num_free_blocks()
-        self.drop(1)
-        if not self.job.arm.stock:
-            residency = self.model.cache.layout.residency
-            lengths = range(context, longest + 1)
-            used = max(used, *(residency.history_blocks(n) + residency.window_blocks(n) for n in lengths))
-        return max(1, min(free // max(1, used), self.scheduler.max_num_running_reqs))
+    def __init__(self, job: Job, engine: DecodeEngine, requests: ResidentRequests, held: ArmBytes) -> None:
+        self.job, self.engine, self.requests, self.bytes = job, engine, requests, held
+        self.identity = job.fingerprint
 
     def run_context(self, context: int, slots: list[str]) -> None:
         """All rows of one context: the largest batch first, then fewer and fewer of the same requests.
@@ -271,17 +48,17 @@ class Sweep:
         What cannot run leaves a ``decode.refused`` Record; the other rows still run.
         """
         try:
-            peak = self.peak(context)
+            peak = self.requests.peak(context, self.job.decode_steps + PROFILED_STEPS)
         except LoopKVError as problem:
             self.refuse(context, ALL_SLOTS, problem)
-            self.drop(len(self.live))
+            self.requests.drop(len(self.requests.live))
             return
         if TTFT_SLOT in slots:
             try:
                 self.first_tokens(context, min(self.job.ttft_prompts, peak))
             except LoopKVError as problem:
                 self.refuse(context, TTFT_SLOT, problem)
-                self.drop(len(self.live))
+                self.requests.drop(len(self.requests.live))
         # A smaller row reuses requests that have grown by the steps timed before: its own mean context is recorded.
         by_batch: dict[int, str] = {}
         for slot in slots:
@@ -291,15 +68,15 @@ class Sweep:
         for batch, slot in sorted(by_batch.items(), reverse=True):
             try:
                 if first:
-                    self.fill(batch, context)
-                self.drop(max(0, len(self.live) - batch))
+                    self.requests.fill(batch, context)
+                self.requests.drop(max(0, len(self.requests.live) - batch))
                 self.row(context, slot, peak, first=first)
                 first = False
             except LoopKVError as problem:
                 self.refuse(context, slot, problem)
-                self.drop(len(self.live))
+                self.requests.drop(len(self.requests.live))
                 first = True  # the next smaller batch starts afresh
-        self.drop(len(self.live))
+        self.requests.drop(len(self.requests.live))
 
     def refuse(self, context: int, slot: str, problem: LoopKVError) -> None:
         """Keep the reason why a row could not run."""
@@ -326,26 +103,26 @@ class Sweep:
     def until_first_token(self, count: int, context: int) -> float:
         """Seconds from submitting ``count`` prompts of ``context`` tokens until each has its one token."""
         start = time.perf_counter()
-        self.add(count, context + 1, max_tokens=1)
-        waiting = set(self.live[-count:])
+        self.requests.add(count, context + 1, max_tokens=1)
+        waiting = set(self.requests.live[-count:])
         while waiting:
-            if not self.engine.has_unfinished_requests():
+            if not self.engine.llm.has_unfinished_requests():
                 raise LoopKVError(f"arm {self.job.arm.label}", got="a prompt that ended without a token")
-            waiting -= {output.request_id for output in self.engine.step() if output.finished}
+            waiting -= {output.request_id for output in self.engine.llm.step() if output.finished}
         taken = time.perf_counter() - start
-        self.live.clear()
+        self.requests.live.clear()
         return taken
 
     def row(self, context: int, slot: str, peak: int, *, first: bool) -> None:
         """Time decode steps of the live requests and keep the Records."""
         count = self.job.decode_steps if first else min(OTHER_STEPS, self.job.decode_steps)
         for _ in range(TRIES):
-            batch = len(self.live)
+            batch = len(self.requests.live)
             steps, lengths, hot_share = self.timed_steps(count)
-            if self.decoding() and len(self.live) == batch:
+            if self.requests.decoding() and len(self.requests.live) == batch:
                 break
-            self.make_resident()  # a request was preempted: the batch shrinks to what stays resident
-            self.drop(max(0, len(self.live) - max(1, batch - 1)))
+            self.requests.make_resident()  # a request was preempted: the batch shrinks to what stays resident
+            self.requests.drop(max(0, len(self.requests.live) - max(1, batch - 1)))
         else:
             raise LoopKVError(f"arm {self.job.arm.label}, context {context}", got="preemptions in every try")
         mean_context = float(np.mean(lengths))
@@ -362,31 +139,31 @@ class Sweep:
             "read_bytes_per_request": self.bytes.request_read(self.identity, mean_context, hot_share),
             "weight_bytes": float(self.job.step_parameters * self.bytes.itemsize),
             "hot_share": hot_share,
-            "score_bits": self.score_bits,
-            "generated": self.generates,
+            "score_bits": self.requests.score_bits,
+            "generated": self.requests.generates,
         }
         median = float(np.median(steps))
         self.keep("decode.step_ms", median * 1e3, place, tuple(s * 1e3 for s in steps))
         self.keep("decode.tok_s", batch / median, place, ())
         told = "" if hot_share is None else f", {hot_share:.1%} hot"
         print(f"{self.job.arm.label}: context {context}, batch {batch}: {median * 1e3:.3f} ms{told}", flush=True)
-        if self.job.profile and first and self.cuda:
+        if self.job.profile and first and self.engine.cuda:
             self.profiled(place)
 
     def timed_steps(self, count: int) -> tuple[list[float], list[int], float | None]:
         """Seconds of ``count`` steps, the requests' tokens half way, and the share of the history read hot."""
         steps = []
         lengths: list[int] = []
-        before, pairs = self.hot_pairs(), 0
+        before, pairs = hot_pairs(self.engine, self.bytes.plan), 0
         for i in range(count):
-            seen = [r.num_computed_tokens + 1 for r in self.scheduler.running]
+            seen = [r.num_computed_tokens + 1 for r in self.engine.scheduler.running]
             if i == count // 2:
                 lengths = seen
-            pairs += 0 if before is None else self.pairs_read(seen)
+            pairs += 0 if before is None else pairs_read(self.engine.model.cache.layout, seen)
             start = time.perf_counter()
-            self.engine.step()
+            self.engine.llm.step()
             steps.append(time.perf_counter() - start)
-        after = self.hot_pairs()
+        after = hot_pairs(self.engine, self.bytes.plan)
         share = (after - before) / pairs if before is not None and after is not None and pairs else None
         return steps, lengths, share
 
@@ -396,7 +173,7 @@ class Sweep:
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(PROFILED_STEPS):
-                self.engine.step()
+                self.engine.llm.step()
         kernels, calls = [], {}
         for event in profiler.key_averages():
             if event.device_type.name == "CUDA":
@@ -424,26 +201,19 @@ class Sweep:
         append_records(self.job.output, [record])
 
 
-def draw_dummy_weights(geometry: Geometry, seed: int) -> None:
-    """From now on ``load_format="dummy"`` loads weights of ``draw_weights`` in this process.
-
-    They must be there before the engine prepares weights for its matrix products, so this is a loader of its own.
-    """
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    class DrawnWeightsLoader(DummyModelLoader):
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            super().load_weights(model, model_config)
-            draw_weights(model, geometry.query_heads, geometry.kv_heads, seed)
-
-    register_model_loader("dummy")(DrawnWeightsLoader)
+def growth_tokens(job: Job) -> int:
+    """Tokens a request may grow by beyond its context over all rows of a context."""
+    rows = max(sum(1 for c, _ in job.rows if c == context) for context, _ in job.rows)
+    each = OTHER_STEPS + PROFILED_STEPS + 8 * SETTLING_STEPS
+    return TRIES * job.decode_steps + (rows + 2) * each + MARGIN_TOKENS
 
 
 def main(path: str) -> None:
     """Run one job."""
     job = Job.load(Path(path))
-    sweep = Sweep(job)
+    growth = growth_tokens(job)
+    engine = start_engine(job, max(context for context, _ in job.rows) + growth)
+    sweep = Sweep(job, engine, ResidentRequests(job, engine, growth), arm_bytes(job, engine))
     for context in dict.fromkeys(context for context, _ in job.rows):
         sweep.run_context(context, [slot for c, slot in job.rows if c == context])
 
