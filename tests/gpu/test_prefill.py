@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 
 from loopkv.engine.attention import KV, masked_attention, policy_mask
-from loopkv.kernels import prefill
+from loopkv.kernels import prefill_plan
 from loopkv.kernels.cases import Case, CaseSpec, make_case
 from loopkv.vllm_plugin.metrics import Counters
 from loopkv.vllm_plugin.operators_cuda import CudaStepOperators
@@ -25,8 +25,8 @@ LENGTHS = (1, 31, 32, 33, 255, 256, 257, 287, 288, 289, 319, 320, 321, 352, 700,
 def _small_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     if flash_attention() is None:
         pytest.skip("no FlashAttention 3 on this device")
-    monkeypatch.setattr(prefill, "MIN_NEW_TOKENS", 30)
-    monkeypatch.setattr(prefill, "WORTH_OPERATIONS", 0.0)
+    monkeypatch.setattr(prefill_plan, "MIN_NEW_TOKENS", 30)
+    monkeypatch.setattr(prefill_plan, "WORTH_OPERATIONS", 0.0)
 
 
 def _operators(case: Case, max_tokens: int = 8192) -> CudaStepOperators:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loopkv.engine.attention import KV, policy_attention
-from loopkv.kernels import prefill as prefill_module
+from loopkv.kernels import prefill_plan
 from loopkv.kernels.cases import Case, CaseSpec, coded_pages, make_case
 from loopkv.kernels.operators import StepView
 from loopkv.kernels.prefill import Prefill, PrefillPlan
@@ -166,8 +166,8 @@ def check_hostile_values(dim: int, options: tuple[str, str]) -> None:
 
 
 def main() -> int:
-    prefill_module.MIN_NEW_TOKENS = 2
-    prefill_module.WORTH_OPERATIONS = 0.0
+    prefill_plan.MIN_NEW_TOKENS = 2
+    prefill_plan.WORTH_OPERATIONS = 0.0
     exact = {"dtype": torch.float32, "keep_exact": True}
     check(
         CaseSpec((150, 20, 190, 0, 97), 1, 1, 128, ("share", "int4"), window_block_tokens=10, policy=SHORT, **exact),

@@ -1,7 +1,7 @@
 """A cell's history as plain keys and values: coded pages decoded, exact tokens gathered, all in one launch.
 
 Prefill reads every history token with hundreds of queries: decoding it once into a scratch lets a library's attention
-read it at full rate. A program copies 32 tokens of one kv head; ``tasks`` says which (see ``loopkv.kernels.prefill``).
+read it at full rate. A program copies 32 tokens of one kv head; ``tasks`` says which (see ``prefill_plan``).
 The order of codes inside a page is that of ``loopkv.codec.pages``.
 """
 

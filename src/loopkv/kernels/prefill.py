@@ -1,4 +1,4 @@
-"""Prefill through a library's attention: which rows, in which pieces, and the launches around it.
+"""Prefill through a library's attention: its buffers, and the launches around it.
 
 With window W and pages of P tokens, a query at position p reads keys from ``p - W + 1`` on exact, keys before
 ``p + 2 - W - P`` coded, and the P - 1 keys between either way, by its own boundary. So three parts make a result:
@@ -6,19 +6,18 @@ causal attention over the history expanded to plain keys and values, causal atte
 ones, and two half pages, which the kernel that joins the parts reads itself. Pages that leave the window inside their
 own chunk are coded here too.
 
-The attention over the first two parts is a function argument: nothing here knows whose it is.
+The attention over the first two parts is a function argument: nothing here knows whose it is. ``prefill_plan`` decides
+which rows come here, and in which groups.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from loopkv.kernels.descriptor import CellDescriptor, cell_descriptors
@@ -27,25 +26,22 @@ from loopkv.kernels.expand import expand_kernel
 from loopkv.kernels.join import join_kernel
 from loopkv.kernels.launch import Launcher
 from loopkv.kernels.operators import StepView
+from loopkv.kernels.prefill_plan import (
+    INFO_COLUMNS,
+    GroupArrays,
+    Ints,
+    Rows,
+    batches,
+    group_arrays,
+    rows_taken,
+    rows_there,
+    runs_of,
+    splits,
+)
 from loopkv.layout import Layout
-from loopkv.policy import Policy
-
-MIN_NEW_TOKENS = 128
-"""Rows with fewer new tokens do not pay for expanding their history."""
-WORTH_OPERATIONS = 3e10
-"""A step whose prefill takes fewer is left to the mixed kernel: it needs 0.27 ms a cell for so many on an H200, and the
-launches of the parts keep a host busy for about 0.3 ms. Chunks of 256 tokens reach it at a history of 14K on Ouro-1.4B.
-"""
 
 _EXACT_ROWS = 16  # rows whose earlier window fits beside a full step's tokens; more are divided
 
-Ints = NDArray[np.int32]
-
-_TILE_QUERIES = 128  # that a multiprocessor takes at once
-_SPLIT_TOKENS = 1024
-_MAX_SPLITS = 8
-
-_COLUMNS = 16
 _ALIGN = 4  # integers: 16 bytes
 
 
@@ -129,61 +125,6 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of a group on the host, [R] each: see ``Group`` and ``expand``."""
-
-    row: Ints
-    start: Ints
-    computed: Ints
-    new: Ints
-    exact_first: Ints
-    coded: Ints
-    coded_end: Ints
-    late_first: Ints
-    late_end: Ints
-
-    @property
-    def exact(self) -> Ints:
-        """Tokens of the exact buffer."""
-        return self.computed + self.new - self.exact_first
-
-    @property
-    def copies(self) -> bool:
-        """Whether a row has earlier tokens, so that the exact buffer is no view of the step's."""
-        return bool((self.computed > 0).any())
-
-
-def _boundaries(policy: Policy, row: Ints, start: Ints, computed: Ints, new: Ints) -> Rows:
-    page, window, sink = policy.page_tokens, policy.window_tokens, policy.sink_tokens
-    last = computed + new
-    history_end = np.maximum((last - window) // page * page, sink)
-    known = np.maximum(np.minimum(computed // page * page, history_end), sink)  # coded before, or from earlier tokens
-    late_first = np.maximum(known, (computed - window) // page * page) // page
-    return Rows(
-        row=row,
-        start=start,
-        computed=computed,
-        new=new,
-        exact_first=np.maximum((computed + 1 - window) // page * page, 0),
-        coded=np.maximum(last + 1 - window - page, 0),
-        coded_end=np.maximum((last - window) // page * page, 0),
-        late_first=late_first,
-        late_end=np.maximum(history_end // page, late_first),
-    )
-
-
-def _ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """For every item of every row: the row, and the item's number inside it."""
-    row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    inside = np.arange(len(row), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
-    return row, inside
-
-
-def _offsets(counts: Ints) -> Ints:
-    return np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
-
-
-@dataclass(frozen=True, slots=True)
 class Scratch:
     """Buffers of one worker, [N, H, D] each but the last, which is [N, Hq, D]."""
 
@@ -260,18 +201,17 @@ class Prefill:
             starts: [B + 1] first new token of each row.
         """
         new = np.diff(starts)
-        live = (new > 0) & (lens > 0)
-        pages = -(-np.maximum(lens, 0) // self.policy.page_tokens) * self.policy.page_tokens
-        taken = live & (new >= MIN_NEW_TOKENS) & (pages <= self.coded_tokens)
-        computed = lens - new
-        pairs = float((new * (computed + (new + 1) / 2))[taken].sum())  # of a query and a key
-        if not taken.any() or 4.0 * self.heads * self.group * self.dim * pairs < WORTH_OPERATIONS:
+        channels = self.heads * self.group * self.dim
+        taken = rows_taken(self.policy, lens, new, coded_tokens=self.coded_tokens, channels=channels)
+        if taken is None:
             return None
-        rows = list(self._batches(lens, starts, new, taken))
-        sent = self._send([array for group in rows for array in self._arrays(group)])
-        each = len(sent) // len(rows)
+        rows = list(
+            batches(self.policy, lens, starts, taken, exact_tokens=self.exact_tokens, coded_tokens=self.coded_tokens)
+        )
+        sent = self._send([array for group in rows for array in group_arrays(self.policy, group)])
+        each = len(GroupArrays._fields)
         groups = tuple(self._group(group, sent[each * i : each * (i + 1)]) for i, group in enumerate(rows))
-        others = live & ~taken
+        others = rows_there(lens, new) & ~taken
         leave = bool((new[others] > self.policy.window_tokens).any())
         return PrefillPlan(groups, tuple(runs_of(others)), leave)
 
@@ -286,46 +226,6 @@ class Prefill:
             data[begin : begin + array.size].view(array.shape) for begin, array in zip(begins[:-1], arrays, strict=True)
         ]
 
-    def _batches(self, lens: Ints, starts: Ints, new: Ints, taken: NDArray[np.bool_]) -> Iterator[Rows]:
-        """Runs of rows that are taken, cut where a buffer would overflow."""
-        page = self.policy.page_tokens
-        for begin, end in runs_of(taken):
-            row = np.arange(begin, end, dtype=np.int32)
-            rows = _boundaries(self.policy, row, starts[begin:end], (lens - new)[begin:end], new[begin:end])
-            exact, coded = rows.exact, rows.coded + page
-            first = 0
-            for i in range(1, len(row) + 1):
-                full = i < len(row) and (
-                    int(exact[first : i + 1].sum()) > self.exact_tokens
-                    or int(coded[first : i + 1].sum()) > self.coded_tokens
-                )
-                if full or i == len(row):
-                    piece = slice(first, i)
-                    yield Rows(*(getattr(rows, name)[piece] for name in Rows.__slots__))
-                    first = i
-
-    def _arrays(self, rows: Rows) -> tuple[Ints, ...]:
-        """What the device needs of a group, in the order of ``Group``."""
-        page, window = self.policy.page_tokens, self.policy.window_tokens
-        cu_new, cu_coded, cu_exact = _offsets(rows.new), _offsets(rows.coded), _offsets(rows.exact)
-        tails = cu_coded[-1] + page * np.arange(len(rows.row), dtype=np.int32)
-        exact_at = cu_exact[:-1] if rows.copies else rows.start
-        info = np.zeros((len(rows.row), _COLUMNS), np.int32)
-        columns = (rows.row, rows.computed, rows.new, rows.start, rows.exact_first, exact_at, cu_coded[:-1], rows.coded)
-        for i, column in enumerate((*columns, tails)):
-            info[:, i] = column
-        row, piece = _ragged(np.minimum(rows.coded_end // page, rows.late_first))
-        if rows.copies:
-            exact_row, exact_piece = _ragged(-(-rows.exact // page))
-            row, piece = np.concatenate([row, exact_row]), np.concatenate([piece, -1 - exact_piece])
-        first_page = np.maximum((rows.computed + 1 - window) // page, 0)
-        past_page = (rows.computed + rows.new - window) // page + 1
-        join_row, inside = _ragged(np.maximum(past_page - first_page, 0))
-        joins = np.stack([join_row, first_page[join_row] + inside], 1)
-        late_row, inside = _ragged(rows.late_end - rows.late_first)
-        late = np.stack([late_row, rows.late_first[late_row] + inside], 1)
-        return info, cu_new, cu_coded, cu_exact, np.stack([row, piece], 1), late, joins
-
     def _group(self, rows: Rows, sent: list[Tensor]) -> Group:
         return Group(
             int(rows.start[0]),
@@ -333,20 +233,15 @@ class Prefill:
             int(rows.new.max()),
             int(rows.coded.max()),
             int(rows.exact.max()),
-            self._splits(rows),
+            splits(rows, self.heads * self.group, self.multiprocessors),
             rows.copies,
             *sent,
         )
 
-    def _splits(self, rows: Rows) -> int:
-        """As many as multiprocessors stay idle otherwise, of at least _SPLIT_TOKENS keys."""
-        tiles = self.heads * self.group * int((-(-rows.new // _TILE_QUERIES)).sum())
-        return max(1, min(self.multiprocessors // tiles, int(rows.coded.max()) // _SPLIT_TOKENS, _MAX_SPLITS))
-
     def compile(self) -> None:
         """Compile the kernels that the cells need now, so that no step waits for it; computes nothing."""
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=self.device)
-        info = torch.zeros(1, _COLUMNS, dtype=torch.int32, device=self.device)
+        info = torch.zeros(1, INFO_COLUMNS, dtype=torch.int32, device=self.device)
         one = torch.zeros(4, dtype=torch.int32, device=self.device)
         group = Group(0, 1, 1, 1, 1, 1, True, info, one, one, one, nothing, nothing, nothing)
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
@@ -481,9 +376,3 @@ class Prefill:
             group.last - group.first,
             1.0 / math.sqrt(self.dim),
         )
-
-
-def runs_of(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Maximal runs [begin, end) of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

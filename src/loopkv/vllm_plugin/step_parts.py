@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loopkv.kernels.operators import StepView
-from loopkv.kernels.prefill import Prefill, PrefillPlan, runs_of
+from loopkv.kernels.prefill import Prefill, PrefillPlan
+from loopkv.kernels.prefill_plan import runs_of
 from loopkv.vllm_plugin.step import Step
 
 
