@@ -31,9 +31,9 @@ from loopkv.profiler.profiling import profile_key
 from loopkv.records import Record, package_versions, read_records
 from loopkv.report.demo import (
     DemoReport,
-    FrontierPoint,
     RequestBytes,
     Sample,
+    frontier_points,
     write_demo_report,
 )
 
@@ -169,12 +169,7 @@ def run_demo(settings: DemoSettings, *, say: Say, progress: Progress) -> DemoRes
             profile=made,
             plans=shown,
             random_plans=drawn,
-            frontier=tuple(
-                FrontierPoint(int(stored), int(read), float(damage))
-                for stored, read, damage in zip(
-                    plans.frontier.stored_bytes, plans.frontier.read_bytes, plans.frontier.damage_nats, strict=True
-                )
-            ),
+            frontier=frontier_points(plans.frontier),
             timings=dict(stages.seconds),
             task_scores=task_scores(records, fingerprint.weights_sha256, {plan.name: plan.sha256 for plan in shown}),
             samples=samples,
