@@ -22,10 +22,13 @@ $(STAMP): pyproject.toml requirements/cpu-engine.txt requirements/cpu-engine-nod
 	@echo "== installing into $(VENV): PyTorch 2.11 (PyPI carries its CUDA build: about 2.5 GB to download, 5 GB on disk),"
 	@echo "== vLLM 0.26 for CPUs and LoopKV. To use an environment that has torch 2.11 already: make $(MAKECMDGOALS) VENV=DIR"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@! $(PY) -c 'import importlib.metadata as m; exit("+cpu" in m.version("vllm"))' 2>/dev/null || \
+	  { echo "error: $(VENV) has a vLLM of its own, which the CPU engine would replace; wanted another VENV=DIR"; exit 1; }
 	@$(PY) -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
 	$(UV) pip install --quiet --python $(PY) -r requirements/cpu-engine.txt -e '.[dev,bench]'
 	$(UV) pip install --quiet --python $(PY) --no-deps -r requirements/cpu-engine-nodeps.txt
 	@touch $(STAMP)
+	@echo "== installed; for loopkv and vllm on the path: . $(VENV)/bin/activate"
 
 demo: $(STAMP) ## profile, plan, measure and serve the embedded model; report in build/demo
 	$(CPU_ENGINE_ENV) $(VENV)/bin/loopkv demo --output build/demo --task-records results/tasks.jsonl
