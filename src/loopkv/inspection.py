@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from loopkv.artifacts import Plan, Profile
-from loopkv.artifacts.storage import read_json
+from loopkv.artifacts.storage import artifact_kind, read_json
 from loopkv.errors import LoopKVError
 from loopkv.options import OPTIONS
+from loopkv.planner.named import is_plan_name
 
 FEW_DOCUMENTS = 8  # the paper's intervals with 8 documents are wide and overlap; it profiles with 16
 LOW_RANK_CORRELATION = 0.9  # the paper's halves rank the cells with 0.985
@@ -44,16 +45,24 @@ def inspect_file(path: Path | str) -> Inspection:
         LoopKVError: unreadable, or neither of the two.
     """
     path = Path(path)
-    keys = read_json(path, LoopKVError, "plan or profile").keys()
-    if "damage_nats" in keys:
+    if not path.exists() and is_plan_name(str(path)):
+        raise LoopKVError(
+            f"{path}",
+            got="the name of a hand-made plan",
+            wanted="a file",
+            hint=f"`loopkv plan --named {path} --model FOLDER` shows it",
+        )
+    data = read_json(path, LoopKVError, "plan or profile")
+    kind = artifact_kind(data)
+    if kind == "profile":
         profile = Profile.load(path)
         return Inspection(path, profile, profile_warnings(profile))
-    if "options" in keys:
+    if kind == "plan":
         plan = Plan.load(path)
         return Inspection(path, plan, plan_warnings(plan))
     raise LoopKVError(
         f"{path}",
-        got=f"a JSON object with {', '.join(sorted(keys)[:5]) or 'no keys'}"[:120],
+        got=f"a JSON object with {', '.join(sorted(data)[:5]) or 'no keys'}"[:120],
         wanted="a plan (options) or a profile (damage_nats)",
     )
 

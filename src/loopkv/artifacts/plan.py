@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from loopkv.artifacts.fingerprint import Fingerprint
-from loopkv.artifacts.storage import digest, parse_artifact, read_json, to_json, write_atomically
+from loopkv.artifacts.storage import check_replaces, digest, parse_artifact, read_json, to_json, write_atomically
 from loopkv.errors import LoopKVError, PlanFormatError, PlanMismatchError
 from loopkv.footprint import Footprint, plan_footprint
 from loopkv.options import Option, get_option
@@ -155,7 +155,8 @@ class Plan(BaseModel):
         return parse_artifact(cls, data, PlanFormatError, f"plan {path}")
 
     def save(self, path: Path | str) -> None:
-        """Write the plan; a crash leaves the old file or the new one."""
+        """Write the plan; a crash leaves the old file or the new one, and a file of the other kind is refused."""
+        check_replaces(path, "plan")
         write_atomically(Path(path), to_json(self))
 
 

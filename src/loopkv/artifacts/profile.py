@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from loopkv.artifacts.fingerprint import Fingerprint
-from loopkv.artifacts.storage import digest, parse_artifact, read_json, to_json, write_atomically
+from loopkv.artifacts.storage import check_replaces, digest, parse_artifact, read_json, to_json, write_atomically
 from loopkv.errors import LoopKVError, ProfileFormatError
 from loopkv.options import OPTIONS, get_option
 from loopkv.policy import Policy
@@ -116,5 +116,6 @@ class Profile(BaseModel):
         return parse_artifact(cls, data, ProfileFormatError, f"profile {path}")
 
     def save(self, path: Path | str) -> None:
-        """Write the profile; a crash leaves the old file or the new one."""
+        """Write the profile; a crash leaves the old file or the new one, and a file of the other kind is refused."""
+        check_replaces(path, "profile")
         write_atomically(Path(path), to_json(self))

@@ -77,8 +77,40 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
+def artifact_kind(data: dict[str, Any]) -> str | None:
+    """``profile`` or ``plan`` by the field that makes it one; None for anything else."""
+    return "profile" if "damage_nats" in data else "plan" if "options" in data else None
+
+
+def check_replaces(path: Path | str | None, kind: str) -> None:
+    """Refuse to write a ``kind`` over an artifact of the other kind: minutes of measuring would be lost unseen.
+
+    Anything else at ``path`` (nothing, a broken file, None) passes.
+
+    Raises:
+        LoopKVError: ``path`` holds a profile where a plan is to be written, or the reverse.
+    """
+    if path is None or not Path(path).is_file():
+        return
+    try:
+        found = artifact_kind(read_json(Path(path), LoopKVError, "output"))
+    except LoopKVError:
+        return
+    if found not in (None, kind):
+        raise LoopKVError(
+            f"cannot write a {kind} to {path}",
+            got=f"a {found} there",
+            wanted=f"a new file or a {kind}",
+            hint="choose another --output, or move it away",
+        )
+
+
 def parse_artifact(model: type[_Model], data: dict[str, Any], error: type[LoopKVError], what: str) -> _Model:
     """Validate ``data`` as ``model``; schema versions first, then the first broken field, as one sentence."""
+    kind, mine = artifact_kind(data), model.__name__.lower()
+    if kind is not None and kind != mine:
+        making = {"plan": "`loopkv plan PROFILE` makes one of it", "profile": "`loopkv profile MODEL` makes one"}
+        raise error(what, got=f"a {kind}", wanted=f"a {mine}", hint=making.get(mine))
     version = data.get("schema_version")
     wanted = model.model_fields["schema_version"].default
     if type(version) is not int:

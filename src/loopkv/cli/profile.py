@@ -49,6 +49,7 @@ def register(app: typer.Typer) -> None:
 
         Example: [bold]loopkv profile Ouro-1.4B -o profile.json --documents texts.jsonl --limit 16[/bold]
         """
+        from loopkv.artifacts.storage import check_replaces
         from loopkv.cli._render import console, print_profile
         from loopkv.cli.documents import collect
         from loopkv.cli.progress import progress
@@ -59,6 +60,7 @@ def register(app: typer.Typer) -> None:
         from loopkv.profiler.profiling import profile_records
         from loopkv.records import append_records
 
+        check_replaces(output, "profile")
         looped = load_model(model, device=resolve_device(device))
         tokenizer = load_tokenizer(model)
         request = Request(documents, prompts, skip, limit, max_tokens, seed)

@@ -56,6 +56,7 @@ def register(app: typer.Typer) -> None:
 
         Example: [bold]loopkv tau Ouro-1.4B plan.json --documents texts.jsonl[/bold]
         """
+        from loopkv.artifacts.storage import check_replaces
         from loopkv.cli._render import console
         from loopkv.cli.documents import collect
         from loopkv.cli.measure import load_or_name
@@ -72,6 +73,7 @@ def register(app: typer.Typer) -> None:
         if target is None:
             raise LoopKVError(f"plan {plan!r}", got="a name", wanted="--output", hint="name the plan file to write")
         check_output_file(target)
+        check_replaces(target, "plan")
         check_sweep(loaded, thresholds, tolerance)
         loaded.check_serves(fingerprint, accept_weights=accept_weights)
         looped = load_model(model, device=resolve_device(device))

@@ -157,10 +157,22 @@ def named_options(name: str, geometry: Geometry) -> tuple[str, ...]:
     kind, colon, argument = name.partition(":")
     if colon and kind in _BUILDERS:
         return _BUILDERS[kind](name, geometry, argument)
+    raise unknown_name(name)
+
+
+def is_plan_name(name: str) -> bool:
+    """Whether ``name`` is written like a hand-made plan's, whatever the model (``kivi4``, ``per-loop:...``)."""
+    kind, colon, _ = name.partition(":")
+    return name in FIXED_NAMES or bool(_SHARE_NAME.fullmatch(name)) or (bool(colon) and kind in _BUILDERS)
+
+
+def unknown_name(name: str) -> UnsupportedError:
+    """The error for a name that no hand-made plan has; the nearest is suggested."""
+    kind = name.partition(":")[0]
     near = difflib.get_close_matches(name, _EXAMPLES, n=1, cutoff=0.5) or difflib.get_close_matches(
         kind, _BUILDERS, n=1, cutoff=0.5
     )
-    raise UnsupportedError(
+    return UnsupportedError(
         "unknown plan name",
         got=repr(name)[:80],
         wanted=", ".join((*FIXED_NAMES, "kivi4-shareN", *(f"{kind}:..." for kind in _BUILDERS))),
