@@ -150,3 +150,12 @@ def test_two_figures_of_one_name_are_our_bug() -> None:
     doubled = dataclasses.replace(page, sections=(page.sections[0], page.sections[0]))
     with pytest.raises(ValueError, match="one id"):
         render_page(doubled)
+
+
+def test_numbers_behind_the_prediction_carry_the_plans_names() -> None:
+    figure = next(f for f in demo_page(make_report()).figures if f.key == "predicted-measured")
+    assert figure.data is not None
+    names = [row[0] for row in figure.data.rows]
+    # bf16 predicts 0 and "unmeasured" has no measurement: neither has a ratio; numbers are those of the plan table
+    assert names[:4] == ["2. kivi4", "3. LoopKV-R", "4. LoopKV-M", "5. kivi2"]
+    assert names[4:] == [f"random {i}" for i in range(24)]

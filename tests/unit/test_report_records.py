@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,11 @@ from typer.testing import CliRunner
 
 from loopkv.errors import LoopKVError
 from loopkv.record_kinds import RECORD_KINDS
-from loopkv.records import append_records
+from loopkv.records import Record, append_records
 from loopkv.report import write_records_report
 from loopkv.report.from_records import DRAWN_KINDS, FOLDED_KINDS, problem, records_page
 from loopkv.report.page import Table
+from loopkv.report.sections.common import report_command
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +150,48 @@ def test_command_line(results: Path, tmp_path: Path) -> None:
     assert out.exit_code == 0, out.output
     assert "<title>T &amp; T</title>" in (tmp_path / "page.html").read_text()
     assert json.loads(results.read_text().splitlines()[0])["what"] == "decode.step_ms"
+
+
+def kernel_row(what: str, value: float, day: int, variant: str | None, commit: str, **settings: object) -> Record:
+    place = {"kernel": "decode+v", "option": "int4", "head_dim": 128, "kv_heads": 16, "group_queries": 1}
+    place |= {"hot_share": 0.20006729641681162, "batch": 32, "context_tokens": 16384, "bytes": 1e9, "seed_mode": "sink"}
+    made = record(what, value, RECORD_KINDS[what].unit, {**place, "variant": variant, **settings})
+    return made.model_copy(update={"commit": commit, "date": f"2026-05-{day:02}T00:00:00+00:00"})
+
+
+def test_older_kernel_rows_of_a_place_are_counted_and_none_is_mixed_with_the_newest() -> None:
+    rows = [
+        kernel_row("kernel.us", 100.0, 9, "new", "bbbbbbbbb"),
+        kernel_row("kernel.us", 150.0, 2, "base", "aaaaaaaaa"),
+        kernel_row("kernel.bandwidth_share", 0.5, 2, "base", "aaaaaaaaa"),
+        kernel_row("kernel.us", 160.0, 1, None, "aaaaaaaaa", hot_share=0.1999),  # 0.20 too: one place
+        kernel_row("kernel.us", 70.0, 9, "new", "bbbbbbbbb", hot_share=None, kernel="decode"),
+    ]
+    table = tables(records_page(rows))["Kernels (Synthetic GPU 96 GB)"]
+    assert [row[table.columns.index("us")] for row in table.rows] == ["100", "70"]
+    assert "of copy" not in table.columns  # the only share belongs to the older run
+    assert table.note == (
+        "Measured at commit bbbbbbb, variant new. 3 older Records of the same places are not drawn: "
+        "1 of commit aaaaaaa; 2 of commit aaaaaaa, variant base."
+    )
+
+
+def test_kernel_figures_name_what_differs() -> None:
+    rows = [
+        kernel_row("kernel.bandwidth_share", 0.9, 1, "v", "b", batch=1),
+        kernel_row("kernel.bandwidth_share", 0.8, 1, "v", "b"),
+        kernel_row("kernel.bandwidth_share", 0.7, 1, "v", "b", head_dim=96, kv_heads=55, hot_share=0.2001),
+        kernel_row("kernel.bandwidth_share", 0.6, 1, "v", "b", kernel="decode", hot_share=None),
+    ]
+    first, second = (f for f in records_page(rows).figures if f.key.startswith("kernel"))
+    assert first.alt == "int4, 1 x 16,384: 90%; int4, 32 x 16,384: 80%; int4, 32 x 16,384, D 96, 55 kv heads: 70%."
+    assert "at D 128, kv heads 16, G 1" in first.explanation and "20%" in first.explanation
+    assert second.alt == "int4, 32 x 16,384: 60%." and "V precision" not in second.explanation
+
+
+def test_the_command_drawn_by_repeats_the_arguments_quoted_for_a_shell(results: Path, tmp_path: Path) -> None:
+    page, plots = tmp_path / "my page.html", tmp_path / "p"
+    html = write_records_report([results], page, png_folder=plots, title="A & B").read_text()
+    said = shlex.split(unescape(re.findall(r"Drawn by: (.*?)</footer>", html)[0]))
+    assert said == ["loopkv", "report", "-o", str(page), "--png", str(plots), "--title", "A & B", str(results)]
+    assert report_command(["-x.jsonl"], "r.html") == "loopkv report -o r.html -- -x.jsonl"

@@ -20,6 +20,7 @@ from loopkv.report.sections.kernels import kernel_section
 from loopkv.report.sections.quality import quality_section, task_section
 from loopkv.report.sections.slo import slo_section
 
+TITLE = "LoopKV results"
 SECTIONS = (decode_section, slo_section, quality_section, task_section, kernel_section)
 DRAWN_KINDS = {
     "decode.step_ms",
@@ -54,7 +55,7 @@ def write_records_report(
     output: Path | str,
     *,
     png_folder: Path | str | None = None,
-    title: str = "LoopKV results",
+    title: str = TITLE,
 ) -> Path:
     """Read Records and write one self-contained page (and every figure as PNG into ``png_folder``).
 
@@ -64,7 +65,13 @@ def write_records_report(
     records = list(read_records(paths))
     if not records:
         raise LoopKVError("report", got="no record", wanted="JSON-lines files written by loopkv bench or loopkv eval")
-    page = records_page(records, title=title, command=report_command([str(path) for path in paths]))
+    line = report_command(
+        [str(path) for path in paths],
+        str(output),
+        png=None if png_folder is None else str(png_folder),
+        title=None if title == TITLE else title,
+    )
+    page = records_page(records, title=title, command=line)
     write_atomically(Path(output), render_page(page).encode())
     if png_folder is not None:
         for figure in page.figures:
@@ -72,7 +79,7 @@ def write_records_report(
     return Path(output)
 
 
-def records_page(records: Sequence[Record], *, title: str = "LoopKV results", command: str = "") -> Page:
+def records_page(records: Sequence[Record], *, title: str = TITLE, command: str = "") -> Page:
     """The page before it is rendered."""
     placed = [record for record in records if problem(record) is None]
     sections: list[Section | None] = [make(placed) for make in SECTIONS]

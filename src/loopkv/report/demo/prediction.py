@@ -13,19 +13,19 @@ def prediction_section(report: DemoReport) -> Section | None:
     """Predicted against measured damage; None where no plan has both above 0."""
     groups = []
     for name, plans, labelled in (("plans", report.plans, True), ("random plans", report.random_plans, False)):
-        pairs = [(n, pair) for n, plan in enumerate(plans, 1) if (pair := predicted_and_measured(plan))]
+        pairs = [(n, plan.name, pair) for n, plan in enumerate(plans, 1) if (pair := predicted_and_measured(plan))]
         if pairs:
             groups.append((name, pairs, labelled))
     if not groups:
         return None
-    ratios = [pair[1] / pair[0] for _, pairs, _ in groups for _, pair in pairs]
+    ratios = [pair[1] / pair[0] for _, pairs, _ in groups for *_, pair in pairs]
     inside = sum(RATIO_BAND[0] <= ratio <= RATIO_BAND[1] for ratio in ratios)
     series = [
         Series(
             name,
-            tuple(pair[0] for _, pair in pairs),
-            tuple(pair[1] for _, pair in pairs),
-            labels=tuple(str(n) for n, _ in pairs) if labelled else (),
+            tuple(pair[0] for *_, pair in pairs),
+            tuple(pair[1] for *_, pair in pairs),
+            labels=tuple(str(n) for n, *_ in pairs) if labelled else (),
             colour=1 if labelled else 0,
             line=False,
             hollow=not labelled,
@@ -51,9 +51,9 @@ def prediction_section(report: DemoReport) -> Section | None:
             "Predicted and measured",
             ("plan", "predicted nats", "measured nats", "measured / predicted"),
             [
-                (f"{name} {n}", f"{pair[0]:.4g}", f"{pair[1]:.4g}", f"{pair[1] / pair[0]:.3f}")
-                for name, pairs, _ in groups
-                for n, pair in pairs
+                (f"{n}. {name}" if labelled else name, f"{pair[0]:.4g}", f"{pair[1]:.4g}", f"{pair[1] / pair[0]:.3f}")
+                for _, pairs, labelled in groups
+                for n, name, pair in pairs
             ],
         ),
     )

@@ -32,8 +32,8 @@ def bars(
             axes.annotate(
                 text, (end, y), textcoords="offset points", xytext=(4, 0), va="center", fontsize=8, color=theme.ink
             )
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(len(names) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.set_xlim(0, max([*left, 1e-12]) * (1.18 if texts else 1.03))
         axes.grid(True, axis="x", linewidth=0.6)
@@ -42,7 +42,15 @@ def bars(
         if len(parts) > 1:
             axes.figure.legend(loc="outside lower center", ncols=2)
 
-    return Drawing(WIDTH_IN, 0.9 + 0.3 * len(names) + 0.17 * (math.ceil(len(parts) / 2) if len(parts) > 1 else 0), draw)
+    legend_in = 0.17 * math.ceil(len(parts) / 2) if len(parts) > 1 else 0.0
+    width_in = _width_in(names)
+    return Drawing(width_in, 0.9 + 0.3 * len(names) + legend_in, draw, scrolls=width_in > WIDTH_IN)
+
+
+def _width_in(names: Sequence[str]) -> float:
+    """Width at which the plot keeps 2 inches beside its longest name (8 points, about 0.075 inches a letter)."""
+    longest = max((len(line) for name in names for line in name.split("\n")), default=0)
+    return max(WIDTH_IN, 2.0 + 0.075 * longest)
 
 
 def intervals(
@@ -72,7 +80,7 @@ def intervals(
                 capsize=2,
                 label=label,
             )
-        axes.set_yticks(range(len(names)), names)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.grid(True, axis="x", linewidth=0.6)
@@ -84,4 +92,5 @@ def intervals(
             axes.figure.legend(loc="outside lower center", ncols=2)
 
     height = 0.9 + len(names) * max(0.3, 0.13 * len(series)) + 0.17 * math.ceil(len(series) / 2)
-    return Drawing(WIDTH_IN, height, draw)
+    width_in = _width_in(names)
+    return Drawing(width_in, height, draw, scrolls=width_in > WIDTH_IN)

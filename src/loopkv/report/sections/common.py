@@ -10,7 +10,7 @@ from loopkv.records import Record
 from loopkv.report.plots import short_number
 
 _Key = TypeVar("_Key")
-BASELINE_ARMS = ("bf16", "bf16-stock", "BF16")
+BASELINE_ARMS = ("bf16", "stock", "bf16-stock", "BF16")
 
 
 def of_kind(records: Iterable[Record], *names: str) -> list[Record]:
@@ -43,7 +43,10 @@ def grouped(records: Iterable[Record], key: Callable[[Record], _Key]) -> dict[_K
 
 
 def latest(records: Iterable[Record], *keys: str) -> list[Record]:
-    """The last record of each combination of model and settings (a repeated run replaces the earlier one)."""
+    """The last record of each combination of model and settings: a repeated run replaces the earlier one.
+
+    Sections take their keys from ``PLACES``, so that the page can count what was replaced (``replaced``).
+    """
     last: dict[tuple[Any, ...], Record] = {}
     for record in records:
         place = (record.model, *(str(record.settings.get(key)) for key in keys))
@@ -66,9 +69,11 @@ def command(records: Sequence[Record]) -> str:
     return most if len(most) <= 400 else f"{most[:400]} ..."
 
 
-def report_command(paths: Sequence[str]) -> str:
-    """Command line of the report itself."""
-    return shlex.join(["loopkv", "report", *paths, "-o", "report.html"])
+def report_command(paths: Sequence[str], output: str, *, png: str | None = None, title: str | None = None) -> str:
+    """Command line of the report itself, quoted for a shell; ``png`` and ``title`` where they were given."""
+    named = [*(["--png", png] if png is not None else []), *(["--title", title] if title is not None else [])]
+    files = ["--", *paths] if any(path.startswith("-") for path in paths) else list(paths)
+    return shlex.join(["loopkv", "report", "-o", output, *named, *files])
 
 
 def figures_of(value: float | None, digits: int = 4) -> str:
