@@ -24,9 +24,9 @@ def files(tmp_path):
 
 
 def test_the_wrong_kind_is_named(files):
-    with pytest.raises(PlanFormatError, match="got a profile, wanted a plan. hint: `loopkv plan"):
+    with pytest.raises(PlanFormatError, match=r"got a profile, wanted a plan\. hint: `loopkv plan"):
         Plan.load(files / "profile.json")
-    with pytest.raises(ProfileFormatError, match="got a plan, wanted a profile. hint: `loopkv profile"):
+    with pytest.raises(ProfileFormatError, match=r"got a plan, wanted a profile\. hint: `loopkv profile"):
         Profile.load(files / "plan.json")
 
 

@@ -10,7 +10,7 @@ import pytest
 from profiles import geometry, profile, random_damage
 
 from loopkv import reference
-from loopkv.artifacts import Plan
+from loopkv.artifacts import Measured, Plan
 from loopkv.cli import app as app_module
 from loopkv.geometry import Geometry
 
@@ -70,7 +70,7 @@ def test_plan_memory(cli: Cli, tmp_path: Path) -> None:
     path, target = save(tmp_path), tmp_path / "plan.json"
     arguments = ("plan", path, "--goal", "memory", "--max-damage", "20share", "--max-stored", "156KiB", "-o", target)
     result = cli(*arguments, "--tau", "14")
-    assert result.code == 0 and result.err == ""
+    assert result.code == 0 and "warning: --max-damage is 0.006 nats, 20 KL_share" in result.err
     plan = Plan.load(target)
     assert plan.budget is not None and plan.budget.max_damage_nats == 20 * 3e-4
     assert plan.budget.max_stored_bytes == 156 * 1024 and plan.name == "loopkv-m" and plan.tau == 14.0
@@ -79,8 +79,8 @@ def test_plan_memory(cli: Cli, tmp_path: Path) -> None:
         f"{plan.footprint.stored_bytes / 1024:.4g} KiB per history token",
         "of BF16 (768 KiB)",
         f"{plan.predicted.damage_nats:.3e} nats",
-        "x 0.73 for plans without shared cells (other plans)",
-        "x 0.97 for plans with shared cells (this plan)",
+        "x 0.73 for plans without shared cells (other plans); the paper's fit",
+        "x 0.97 for plans with shared cells (this plan); the paper's fit on Ouro-1.4B",
         "tau 14: reads",
         plan.sha256[:16],
         "written to",
@@ -151,7 +151,7 @@ def test_plan_errors_are_one_sentence(cli: Cli, tmp_path: Path) -> None:
         ((path, *good, "--named", "kivi4"), "--goal read and --named kivi4"),
         ((path, "--goal", "reed", "--max-damage", "1"), "did you mean 'read'"),
         ((path, "--goal", "read"), "no max_damage"),
-        ((path, "--goal", "memory", "--max-damage", "1"), "no max_stored"),
+        ((path, "--goal", "memory", "--max-damage", "1"), "add --max-stored 159744B"),  # 156 KiB on Ouro-1.4B
         ((path, "--goal", "read", "--max-damage", "2parsec"), "damage budget"),
         ((path, "--goal", "read", "--max-damage", "-2"), "damage budget"),
         ((path, "--goal", "damage", "--max-stored", "156KB"), "did you mean KiB"),
@@ -175,6 +175,34 @@ def test_plan_errors_are_one_sentence(cli: Cli, tmp_path: Path) -> None:
         (("--named", "kivi4", "--model", tmp_path), "config.json"),
     ):
         assert match in cli.fails("plan", *arguments), arguments
+
+
+def test_limits_that_are_hardly_meant_are_said(cli: Cli, tmp_path: Path) -> None:
+    path = save(tmp_path, geometry(4, 4))  # KL_share 3e-4 nats; all-BF16 needs 16 x 1,536 = 24,576 bytes
+    result = cli("plan", path, "--goal", "memory", "--max-damage", "2.0", "--max-stored", "24KiB")
+    assert result.code == 0
+    assert "--max-damage is 2 nats, 6.67e+03 KL_share" in result.err and "write 2.0share" in result.err
+    assert "--max-stored 24,576 B does not bind: all-BF16 needs 24,576 B" in result.err
+    assert "x 0.73" not in result.flat  # fitted on Ouro-1.4B alone
+    quiet = cli("plan", path, "--goal", "damage", "--max-stored", 24575, "--max-read", 24575)
+    assert quiet.code == 0 and quiet.err == ""
+
+
+def test_a_profile_is_not_written_over_by_a_plan(cli: Cli, tmp_path: Path) -> None:
+    path = save(tmp_path)
+    before = path.read_bytes()
+    assert "got a profile there" in cli("plan", path, "--named", "kivi4", "-o", path).err
+    assert path.read_bytes() == before
+
+
+def test_one_document_has_no_interval(cli: Cli, tmp_path: Path) -> None:
+    path, target = save(tmp_path, geometry(4, 4), documents=1), tmp_path / "plan.json"
+    assert "1 of 1536 tokens" in cli("inspect", path).flat
+    assert cli("plan", path, "--named", "kivi4", "-o", target).code == 0
+    data = {"kl_nats": 4e-4, "top1_agreement": 0.99, "documents_sha256": "0" * 64}
+    for interval, said in (((4e-4, 4e-4), "1 document (no interval)"), ((3e-4, 5e-4), "95% CI 3.000e-04 to")):
+        Plan.load(target).with_measured(Measured(**data, kl_ci95_nats=interval)).save(target)
+        assert said in cli("inspect", target).flat
 
 
 def test_an_infeasible_budget_leaves_the_old_file(cli: Cli, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loopkv.artifacts import Budget, Plan, Profile
+from loopkv.artifacts import Budget, Measured, Plan, Profile
 from loopkv.geometry import Geometry
 from loopkv.inspection import half_split_correlation, heaviest_cells
 from loopkv.options import OPTIONS
-from loopkv.planner import CORRECTION_WITH_SHARES, CORRECTION_WITHOUT_SHARES, correction, named_plan
+from loopkv.planner import CORRECTION_WITH_SHARES, CORRECTION_WITHOUT_SHARES, correction, correction_applies, named_plan
 
 WIDTH = 80
 _LABEL = 8  # columns of "loop 12 "
@@ -177,23 +177,22 @@ def print_plan(plan: Plan, warnings: Sequence[str], out: Console) -> None:
         factor = correction(plan.options)
         kinds = (("without", CORRECTION_WITHOUT_SHARES), ("with", CORRECTION_WITH_SHARES))
         rows.append(("predicted", f"{nats(plan.predicted.damage_nats, share)}, the sum over cells"))
-        for kind, value in kinds:
+        for kind, value in kinds if correction_applies(geometry) else ():
             mine = "this plan" if value == factor else "other plans"
             rows.append(
                 (
                     "",
                     f"{nats(plan.predicted.damage_nats * value, share)}, x {value} for plans {kind} shared cells "
-                    f"({mine})",
+                    f"({mine}); the paper's fit on Ouro-1.4B",
                 )
             )
     if plan.measured is not None:
-        low_ci, high_ci = plan.measured.kl_ci95_nats
+        interval = _interval(plan.measured)
         share = plan.predicted.kl_share_nats if plan.predicted else None
         rows.append(
             (
                 "measured",
-                f"{nats(plan.measured.kl_nats, share)}, 95% CI {low_ci:.3e} to {high_ci:.3e}, "
-                f"top-1 {plan.measured.top1_agreement:.2%}",
+                f"{nats(plan.measured.kl_nats, share)}, {interval}, top-1 {plan.measured.top1_agreement:.2%}",
             )
         )
     rows.append(("sha256", plan.sha256[:16]))
@@ -202,6 +201,24 @@ def print_plan(plan: Plan, warnings: Sequence[str], out: Console) -> None:
     for line in options_grid(geometry, plan.options):
         out.print(line)
     print_warnings(warnings, out)
+
+
+def _interval(measured: Measured) -> str:
+    """The 95% interval, which has no width where one document was measured and the KL is not 0."""
+    low, high = measured.kl_ci95_nats
+    if low == high and measured.kl_nats > 0:
+        return "1 document (no interval)"
+    return f"95% CI {low:.3e} to {high:.3e}"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if len(numbers) == 1 else f"{low} to {high}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 document``, ``2 documents``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def print_profile(profile: Profile, warnings: Sequence[str], out: Console) -> None:
@@ -215,7 +232,7 @@ def print_profile(profile: Profile, warnings: Sequence[str], out: Console) -> No
         ("profile of", f"{profile.fingerprint.name}: {describe_geometry(geometry)}"),
         (
             "documents",
-            f"{len(tokens)} of {min(tokens)} to {max(tokens)} tokens, "
+            f"{len(tokens)} of {_span(tokens)} tokens, "
             f"{sum(d.scored_positions for d in profile.documents)} positions scored",
         ),
         ("KL_share", "not measured" if share is None else f"{share:.3e} nats"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.documents import check_documents_file
 from loopkv.paths import check_output_folder
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def register(app: typer.Typer) -> None:
         from loopkv.cli.progress import progress
         from loopkv.demo import DemoSettings, run_demo
 
+        check_documents_file(documents)
         settings = DemoSettings(output, model, documents, limit, max_tokens, task_records, serve)
         result = run_demo(settings, say=lambda line: typer.echo(line, err=True), progress=progress)
         out = console()

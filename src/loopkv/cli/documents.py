@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 DEFAULT_LIMIT = 16
 DEFAULT_TOKENS = 1536
 
+
+def check_documents_file(path: Path | None) -> Path | None:
+    """``path`` if something is there; the error comes before a model is loaded (DocumentError)."""
+    if path is not None and not path.exists():
+        raise DocumentError(f"documents {path}", got="no such file", wanted="a file of texts", hint="check the path")
+    return path
+
+
 DocumentsOption = Annotated[
     Path | None,
     typer.Option(
@@ -93,8 +101,10 @@ def collect(
                 on_generated=lambda done, total, attempt: report(done, total, f"tokens, batch {attempt}"),
             )
         source = f"{model.name}'s own text (seed {request.seed})"
+    from loopkv.cli._render import counted
+
     tokens = sum(len(document.ids) for document in selection.documents)
-    typer.echo(f"{len(selection.documents)} documents, {tokens:,} tokens, from {source}", err=True)
+    typer.echo(f"{counted(len(selection.documents), 'document')}, {tokens:,} tokens, from {source}", err=True)
     if selection.too_short:
         typer.echo(
             f"warning: {selection.too_short} were passed over: shorter than {min_document_tokens(policy)} tokens, "
@@ -102,5 +112,7 @@ def collect(
             err=True,
         )
     if len(selection.documents) < request.limit:
-        typer.echo(f"warning: {len(selection.documents)} documents where {request.limit} were asked for", err=True)
+        typer.echo(
+            f"warning: {counted(len(selection.documents), 'document')} where {request.limit} were asked for", err=True
+        )
     return selection.documents

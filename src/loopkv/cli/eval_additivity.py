@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopkv.cli.documents import DEFAULT_TOKENS, SeedOption, TokensOption
+from loopkv.cli.documents import DEFAULT_TOKENS, SeedOption, TokensOption, check_documents_file
 from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
@@ -37,11 +37,14 @@ def add(group: typer.Typer) -> None:
             Path | None, typer.Option("--records", callback=check_output_file, help="Append Records to this file.")
         ] = None,
         journal: Annotated[
-            Path,
+            Path | None,
             typer.Option(
-                "--journal", callback=check_output_file, help="Measurements so far; a later run continues from them."
+                "--journal",
+                callback=check_output_file,
+                help="Measurements so far; a later run continues from them. Default: FILE.journal of the --records "
+                "file, or PROFILE.additivity.journal.",
             ),
-        ] = Path("additivity.journal"),
+        ] = None,
         seed: SeedOption = 0,
         device: Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")] = "cpu",
     ) -> None:
@@ -58,6 +61,8 @@ def add(group: typer.Typer) -> None:
         from loopkv.records import append_records
 
         limits = _budgets(budgets)
+        check_documents_file(documents)
+        kept = journal or check_output_file(journal_beside(profile, records))
         made = Profile.load(profile)
         fingerprint = fingerprint_model(model)
         made.fingerprint.check_serves(fingerprint, f"profile {profile}")
@@ -80,7 +85,7 @@ def add(group: typer.Typer) -> None:
                 chosen[count:],
                 limits,
                 every_budget=every_budget,
-                journal=journal,
+                journal=kept,
                 seed=seed,
                 on_progress=report,
             )
@@ -89,6 +94,13 @@ def add(group: typer.Typer) -> None:
         out = console()
         for grid in tables(study):
             out.print(grid)
+
+
+def journal_beside(profile: Path, records: Path | None) -> Path:
+    """Where the measurements so far are kept unless the user says: beside the records, or else the profile."""
+    if records is not None:
+        return records.with_name(records.name + ".journal")
+    return profile.with_name(profile.name + ".additivity.journal")
 
 
 def _budgets(text: str) -> list[tuple[int, int]]:

@@ -116,7 +116,7 @@ def table(scores: TaskScores, *, per_task: bool) -> Table:
             score.arm,
             f"{score.accuracy:.1%}",
             "" if exact else f"{100 * score.difference:+.1f}",
-            "" if exact else f"{100 * low:+.1f} to {100 * high:+.1f}",
+            "" if exact else "1 item" if score.items == 1 else f"{100 * low:+.1f} to {100 * high:+.1f}",
             "" if exact else str(score.flips_down),
             "" if exact else str(score.flips_up),
         )

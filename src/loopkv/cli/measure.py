@@ -19,6 +19,7 @@ from loopkv.cli.documents import (
     SeedOption,
     SkipOption,
     TokensOption,
+    check_documents_file,
 )
 from loopkv.paths import check_output_file
 
@@ -71,6 +72,7 @@ def register(app: typer.Typer) -> None:
         from loopkv.profiler.measuring import measurement_records
         from loopkv.records import append_records
 
+        check_documents_file(documents)
         fingerprint = fingerprint_model(model)
         loaded = [load_or_name(plan, fingerprint) for plan in plans]
         for plan, _ in loaded:

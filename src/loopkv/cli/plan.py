@@ -28,18 +28,21 @@ def plan_command(
         typer.Option(
             metavar="read|memory|damage",
             help="read: fewest reads within --max-damage (LoopKV-R); memory: and within --max-stored (LoopKV-M); "
-            "damage: least damage within --max-stored and/or --max-read.",
+            "damage: least damage within --max-stored and/or --max-read. The final loop stays at int4.",
         ),
     ] = None,
     max_damage: Annotated[
         str | None,
-        typer.Option(metavar="FLOAT[nats|share]", help="Damage of the whole cache, e.g. 5e-4 or 2.0share (KL_share)."),
+        typer.Option(
+            metavar="FLOAT[nats|share]",
+            help="Damage of the whole cache, e.g. 2.0share (KL_share) or 5e-4nats; nats if left out.",
+        ),
     ] = None,
     max_stored: Annotated[
-        str | None, typer.Option(metavar="INT[B|KiB]", help="Bytes stored per history token, e.g. 156KiB.")
+        str | None, typer.Option(metavar="FLOAT[B|KiB]", help="Bytes stored per history token, e.g. 156KiB.")
     ] = None,
     max_read: Annotated[
-        str | None, typer.Option(metavar="INT[B|KiB]", help="Bytes read per history token, e.g. 6912.")
+        str | None, typer.Option(metavar="FLOAT[B|KiB]", help="Bytes read per history token, e.g. 6912.")
     ] = None,
     named: Annotated[
         str | None,
@@ -69,13 +72,16 @@ def plan_command(
 ) -> None:
     """Choose one storage option per cell, exactly, under budgets per history token; or take a hand-made plan.
 
+    The final loop's cells stay at int4 in every planned plan, as in the paper (section 3.1): shared cells read them.
+    --no-share --plan-source-cells plans them, too.
+
     Examples: loopkv plan profile.json --goal memory --max-damage 2.0share --max-stored 156KiB -o plan.json;
     loopkv plan --named kivi4 --model Ouro-1.4B -o kivi4.json
     """
     from loopkv.artifacts import Profile
     from loopkv.cli._render import console, print_plan
     from loopkv.inspection import plan_warnings
-    from loopkv.planner import named_plan
+    from loopkv.planner import budget_warnings, named_plan
     from loopkv.planner import plan as solve
 
     if (named is None) == (goal is None) and named != "layer-only":
@@ -107,6 +113,8 @@ def plan_command(
         made = solve(data, budget, share=not no_share, plan_source_cells=plan_source_cells, name=name, tau=bits)
     if output is not None:
         made.save(output)
+    for warning in budget_warnings(budget, data) if budget is not None and data is not None else ():
+        typer.echo(f"warning: {warning}", err=True)
     out = console()
     print_plan(made, plan_warnings(made), out)
     out.print()
@@ -138,7 +146,7 @@ def _budget(
         max_stored_bytes=None if max_stored is None else parse_bytes(max_stored),
         max_read_bytes=None if max_read is None else parse_bytes(max_read),
     )
-    check_budget(budget)
+    check_budget(budget, data)
     return budget
 
 

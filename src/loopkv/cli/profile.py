@@ -18,6 +18,7 @@ from loopkv.cli.documents import (
     SeedOption,
     SkipOption,
     TokensOption,
+    check_documents_file,
 )
 from loopkv.paths import check_output_file
 
@@ -60,6 +61,7 @@ def register(app: typer.Typer) -> None:
         from loopkv.profiler.profiling import profile_records
         from loopkv.records import append_records
 
+        check_documents_file(documents)
         check_replaces(output, "profile")
         looped = load_model(model, device=resolve_device(device))
         tokenizer = load_tokenizer(model)

@@ -17,6 +17,7 @@ from loopkv.cli.documents import (
     SeedOption,
     SkipOption,
     TokensOption,
+    check_documents_file,
 )
 from loopkv.paths import check_output_file
 
@@ -66,6 +67,7 @@ def register(app: typer.Typer) -> None:
         from loopkv.profiler import tau as sweep_tau
         from loopkv.profiler.thresholds import check_sweep
 
+        check_documents_file(documents)
         thresholds = _thresholds(candidates)
         fingerprint = fingerprint_model(model)
         loaded, path = load_or_name(plan, fingerprint)

@@ -7,8 +7,10 @@ import math
 import re
 from fractions import Fraction
 
-from loopkv.artifacts import Budget
+from loopkv.artifacts import Budget, Profile
 from loopkv.errors import UnsupportedError
+from loopkv.footprint import Footprint, plan_footprint
+from loopkv.options import BF16, INT4, Option
 
 GOALS = {
     "read": "fewest bytes read within a damage budget (LoopKV-R; a storage budget may be added)",
@@ -20,6 +22,8 @@ _DAMAGE = re.compile(_NUMBER + r"\s*(?P<unit>[A-Za-z_]*)", re.ASCII)
 _BYTES = re.compile(_NUMBER + r"\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 _BYTE_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 _MAX_BYTES = 1 << 53
+HEAVY_DAMAGE_SHARES = 10.0  # the paper's plans take 1.19 and 2.0 KL_share (section 3.1)
+_EXAMPLE_STORED_SHARE = 156 / 240  # of uniform int4, what the paper's LoopKV-M stores (section 3.1)
 
 
 def parse_damage(text: str, kl_share_nats: float | None = None) -> float:
@@ -54,7 +58,7 @@ def parse_damage(text: str, kl_share_nats: float | None = None) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes per history token written as ``6912``, ``6912B``, ``156KiB`` or ``6.75KiB`` (a whole number of bytes).
+    """Bytes per history token written as ``6912``, ``6912B``, ``156KiB`` or ``6.75KiB``; a part of a byte is dropped.
 
     Raises:
         UnsupportedError: anything else.
@@ -70,16 +74,45 @@ def parse_bytes(text: str) -> int:
             wanted="bytes per history token",
             hint=f"did you mean {names[near[0]]} ({'binary units only' if near[0] != 'b' else 'bytes'})?"
             if near
-            else "6912, 6912B or 156KiB",
+            else "6912, 6912B or 6.75KiB",
         )
     value = Fraction(match["number"]) * _BYTE_UNITS[match["unit"]]
-    if value.denominator != 1 or value > _MAX_BYTES:
-        raise UnsupportedError("byte budget", got=repr(text), wanted=f"a whole number of bytes up to {_MAX_BYTES}")
-    return int(value)
+    if value > _MAX_BYTES:
+        raise UnsupportedError("byte budget", got=repr(text), wanted=f"at most {_MAX_BYTES} bytes")
+    return math.floor(value)
 
 
-def check_budget(budget: Budget) -> None:
-    """Refuse an unknown goal and a goal without the limits that give it a meaning (UnsupportedError)."""
+def budget_warnings(budget: Budget, profile: Profile) -> tuple[str, ...]:
+    """Limits that are hardly meant: a damage far beyond the paper's budgets, and bytes that even BF16 keeps to."""
+    warnings = []
+    damage, share = budget.max_damage_nats, profile.kl_share
+    if damage is not None and share and damage > HEAVY_DAMAGE_SHARES * share:
+        warnings.append(
+            f"--max-damage is {damage:.4g} nats, {damage / share:.3g} KL_share (the paper's plans take 1.19 and 2.0); "
+            "a number without a unit is in nats: write 2.0share for 2.0 KL_share"
+        )
+    exact = _uniform(BF16, profile)
+    for name, limit, most in (
+        ("--max-stored", budget.max_stored_bytes, exact.stored_bytes),
+        ("--max-read", budget.max_read_bytes, exact.read_bytes),
+    ):
+        if limit is not None and limit >= most:
+            warnings.append(f"{name} {limit:,} B does not bind: all-BF16 needs {most:,} B per history token")
+    return tuple(warnings)
+
+
+def _uniform(option: Option, profile: Profile) -> Footprint:
+    geometry = profile.fingerprint.geometry
+    return plan_footprint(geometry, [option] * len(geometry.cells), profile.policy)
+
+
+def check_budget(budget: Budget, profile: Profile | None = None) -> None:
+    """Refuse an unknown goal and a goal without the limits that give it a meaning (UnsupportedError).
+
+    Args:
+        budget: what was asked for.
+        profile: whose bytes the hint's example takes.
+    """
     if budget.goal not in GOALS:
         near = difflib.get_close_matches(budget.goal, GOALS, n=1, cutoff=0.4)
         raise UnsupportedError(
@@ -101,9 +134,13 @@ def check_budget(budget: Budget) -> None:
             )
             if needed
         ]
+        stored = None if profile is None else int(_EXAMPLE_STORED_SHARE * _uniform(INT4, profile).stored_bytes)
+        examples = ["--max-damage 2.0share"] * needs_damage
+        if needs_stored or needs_bytes:
+            examples.append(f"--max-stored {'BYTES' if stored is None else f'{stored}B'}")
         raise UnsupportedError(
             f"goal {budget.goal!r}",
             got=f"no {' and no '.join(missing)}",
             wanted=f"the budget that this goal needs ({GOALS[budget.goal]})",
-            hint="add it, e.g. --max-damage 2.0share or --max-stored 156KiB",
+            hint=f"add {' '.join(examples)}",
         )

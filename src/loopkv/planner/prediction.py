@@ -7,11 +7,18 @@ from collections.abc import Sequence
 
 from loopkv.artifacts import Predicted, Profile
 from loopkv.errors import ProfileFormatError
+from loopkv.geometry import Geometry
 
 # Fitted in the paper (appendix D) on 14 plans and frozen before 40 random plans were scored: a mean absolute error of
 # 15%, largest miss a factor of 1.41, on Ouro-1.4B.
 CORRECTION_WITHOUT_SHARES = 0.73
 CORRECTION_WITH_SHARES = 0.97
+FITTED_GEOMETRY = Geometry(architecture="ouro", loops=4, layers=24, query_heads=16, kv_heads=16, head_dim=128)
+
+
+def correction_applies(geometry: Geometry) -> bool:
+    """Whether the paper's factors were fitted on a model of this shape: Ouro-1.4B (or a sibling checkpoint) alone."""
+    return geometry == FITTED_GEOMETRY
 
 
 def correction(options: Sequence[str]) -> float:

@@ -134,7 +134,11 @@ def profile(
                     advance(_cost(run, cells) * len(batch), "resumed")
                 else:
                     todo.append(run)
-            label = f"documents {number}/{len(batches)}" if len(batches) > 1 else f"{len(batch)} documents"
+            label = (
+                f"batch {number}/{len(batches)}"
+                if len(batches) > 1
+                else f"{len(batch)} document{'s' * (len(batch) != 1)}"
+            )
             if todo:
                 probe = Probe(model, [documents[i] for i in batch], policy, {run.cell for run in todo})
             advance((cells + LOGITS_COST_CELLS) * len(batch), f"{label}: exact run")
