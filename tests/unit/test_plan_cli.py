@@ -10,9 +10,10 @@ import pytest
 from profiles import geometry, profile, random_damage
 
 from loopkv import reference
-from loopkv.artifacts import Measured, Plan
+from loopkv.artifacts import Fingerprint, Measured, Plan
 from loopkv.cli import app as app_module
 from loopkv.geometry import Geometry
+from loopkv.planner import named_plan
 
 OURO = geometry(4, 24, query_heads=16, kv_heads=16, head_dim=128)
 
@@ -303,6 +304,13 @@ def test_capacity_of_a_plan_file_finds_the_known_model(cli: Cli, tmp_path: Path)
     result = cli("capacity", "--plan", target, "--gpu", "rtx-pro-6000", "--context", "16384")
     assert result.code == 0 and "RTX-PRO-6000, requests of 16384 tokens" in result.flat
     assert "give --hot-share" in result.flat
+    tiny = tmp_path / "tiny.json"  # the embedded model's geometry, and one that nobody knows
+    cli("plan", "--named", "kivi4", "--model", reference.model_folder(), "-o", tiny)
+    assert cli("capacity", "--plan", tiny).code == 0
+    named_plan("kivi4", Fingerprint(name="mine", geometry=geometry(3, 5))).save(tiny)
+    assert "loopkv capacity, got no model, and a plan of none that is known (mine)" in cli.fails(
+        "capacity", "--plan", tiny
+    )
     assert "layers, got 24, wanted 48" in cli.fails("capacity", "--plan", target, "--geometry", "ouro-2.6b")
 
 

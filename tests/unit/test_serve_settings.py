@@ -1,5 +1,6 @@
 """Serving without vLLM: settings, the command line, counters between processes."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -8,9 +9,14 @@ import sys
 
 import pytest
 
-from loopkv.errors import LoopKVError, PlanFormatError, UnsupportedError
+from loopkv import reference
+from loopkv.artifacts import Fingerprint
+from loopkv.errors import PlanFormatError, UnsupportedError
+from loopkv.models.config import parse_ouro_config
+from loopkv.models.ouro import ouro_geometry
+from loopkv.planner import named_plan
 from loopkv.vllm_plugin.command import serve_command
-from loopkv.vllm_plugin.metrics import COUNTERS, Counters, counters_path, read_counters
+from loopkv.vllm_plugin.metrics import COUNTERS, Counters, counters_path, read_counters, remove_stale
 from loopkv.vllm_plugin.settings import ServeSettings, SettingsError, read_settings
 
 vllm = importlib.util.find_spec("vllm")
@@ -102,6 +108,54 @@ def test_a_missing_plan_file_is_noticed_before_vllm_starts(monkeypatch, tmp_path
         serve_command("M", ServeSettings(plan=str(tmp_path / "plan.json")))
 
 
+@needs_vllm
+@pytest.mark.parametrize(
+    ("model", "plan", "arguments", "said"),
+    [
+        ("M", "kivi5", (), "did you mean 'kivi"),
+        ("M", "absent.json", (), "No such file"),
+        ("M", "kivi4", ("--prefil", "fast"), "did you mean --prefill?"),
+        ("M", "kivi4", ("--accept_weights",), "did you mean --accept-weights?"),
+        ("./absent", "kivi4", (), "no such folder"),
+        ("TMP", "kivi4", (), "config.json"),
+        ("TINY", "kivi4-share7", (), "shared loop, got 7"),
+        ("TINY", "layer-only", (), "no profile"),
+        ("TINY", "PLAN", (), "another geometry: loops, got 2"),
+        ("TINY", "WEIGHTS", (), "other weights"),
+    ],
+)
+def test_what_vllm_would_refuse_late_is_refused_at_once(monkeypatch, tmp_path, model, plan, arguments, said):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    tiny = reference.model_folder()
+    data = json.loads((tiny / "config.json").read_text())
+    shape = ouro_geometry(parse_ouro_config(data, "config.json"))
+    named_plan("kivi4", Fingerprint(name="a", geometry=shape.model_copy(update={"loops": 2}))).save("PLAN.json")
+    named_plan("kivi4", Fingerprint(name="a", geometry=shape, weights_sha256="0" * 64)).save("WEIGHTS.json")
+    plan = f"{plan}.json" if plan.isupper() else plan
+    with pytest.raises(LoopKVError) as caught:
+        serve_command({"TMP": str(tmp_path), "TINY": str(tiny)}.get(model, model), ServeSettings(plan=plan), arguments)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@needs_vllm
+def test_a_sibling_checkpoint_and_options_of_vllm_pass(monkeypatch, tmp_path):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    tiny = reference.model_folder()
+    path = tmp_path / "plan.json"
+    data = json.loads((tiny / "config.json").read_text())
+    shape = ouro_geometry(parse_ouro_config(data, "config.json"))
+    named_plan("kivi4", Fingerprint(name="a", geometry=shape, weights_sha256="0" * 64)).save(path)
+    serve_command(str(tiny), ServeSettings(plan=str(path), accept_weights=True))
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    assert len(names) > 100
+    serve_command(str(tiny), ServeSettings(plan="kivi4"), [name for name in names if name != "--additional-config"])
+
+
 def test_the_serving_command_imports_no_torch_and_no_vllm():
     code = "import sys, loopkv.cli.app, loopkv.vllm_plugin.command, loopkv.vllm_plugin.metrics\n"
     code += "assert not {'torch', 'vllm'} & set(sys.modules), sorted({'torch', 'vllm'} & set(sys.modules))"
@@ -148,12 +202,59 @@ def test_a_killed_workers_file_goes_with_the_next_worker(tmp_path):
     other.close()
 
 
-def test_a_counter_file_is_never_written_through_a_link(tmp_path):
+def test_a_living_workers_file_is_known_by_its_lock_not_by_its_process_number(tmp_path):
+    path = tmp_path / counters_path("1", 0, 0).name
+    living = Counters(path)
+    with path.open("r+b") as file:  # as another PID namespace sees it: no such process
+        file.seek(8)
+        file.write((2**40).to_bytes(8, "little"))
+    remove_stale(tmp_path)
+    assert read_counters(path) is not None
+    living.close()
+    assert not path.exists()
+
+
+def test_a_counter_file_is_never_written_through_a_link(tmp_path, caplog):
     (tmp_path / "victim").write_text("kept")
     (tmp_path / "l.counters").symlink_to(tmp_path / "victim")
-    with pytest.raises(LoopKVError, match="counter file"):
-        Counters(tmp_path / "l.counters")
-    assert (tmp_path / "victim").read_text() == "kept"
+    counters = Counters(tmp_path / "l.counters")
+    counters.flush()
+    assert (tmp_path / "victim").read_text() == "kept" and len(caplog.records) == 1
+    counters.close()
+    assert (tmp_path / "l.counters").is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["full", "no allocation, full", "no folder"])
+def test_a_worker_serves_without_metrics_where_no_file_can_be_made(tmp_path, monkeypatch, caplog, kind):
+    def fails(code):
+        def call(*_):
+            raise OSError(code, os.strerror(code))
+
+        return call
+
+    path = tmp_path / "w.counters"
+    if kind == "no folder":
+        path = tmp_path / "none" / "w.counters"
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC if kind == "full" else errno.EOPNOTSUPP))
+        monkeypatch.setattr(os, "pwrite", fails(errno.ENOSPC))
+    counters = Counters(path)
+    counters.add("pages_coded", 1)
+    counters.flush()
+    counters.close()
+    (record,) = caplog.records
+    assert str(path) in record.getMessage() and "TMPDIR" in record.getMessage()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_cannot_allocate_gets_zeros(tmp_path, monkeypatch):
+    def cannot(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", cannot)
+    counters = Counters(tmp_path / "w.counters")
+    assert read_counters(tmp_path / "w.counters") == dict.fromkeys(COUNTERS, 0)
+    counters.close()
 
 
 def test_counters_without_a_file_stay_in_the_process():

@@ -95,7 +95,7 @@ def decode_command(
         identity = Fingerprint(name=f"{geometry}, {size.geometry.layers} layers (dummy)", geometry=size.geometry)
     else:
         assert model is not None
-        folder, size, identity = model, _model_size(model, None, None), fingerprint_model(model)
+        folder, size, identity = model, _model_size(model, None, None, "loopkv bench decode"), fingerprint_model(model)
     settings = DecodeSettings(
         model=folder,
         dummy=geometry is not None,

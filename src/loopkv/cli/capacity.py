@@ -10,6 +10,7 @@ import typer
 from loopkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from loopkv.artifacts import Plan
     from loopkv.capacity import Capacity, Gpu, ModelSize
 
 
@@ -60,7 +61,7 @@ def capacity_command(
         raise UnsupportedError("loopkv capacity", got="--model and --geometry", wanted="one of the two")
     # A file wins over a name: "kivi4.json" is no name, and a file called kivi4 was meant.
     made = Plan.load(plan) if Path(plan).exists() or plan.endswith(".json") else None
-    size = _model_size(model, geometry, made)
+    size = _model_size(model, geometry, made, "loopkv capacity")
     if made is None:
         made = named_plan(plan, Fingerprint(name=geometry or str(model), geometry=size.geometry))
     prediction = predict_capacity(
@@ -75,39 +76,49 @@ def capacity_command(
     _print(prediction, made.tau if hot_share is None else None)
 
 
-def _model_size(model: Path | None, geometry: str | None, plan: object) -> ModelSize:
-    from loopkv.artifacts import Plan
-    from loopkv.capacity import KNOWN_MODELS, get_model_size, ouro_size
+def _model_size(model: Path | None, geometry: str | None, plan: Plan | None, verb: str) -> ModelSize:
+    """Weights of the model that ``verb`` was given, or of the known model that a plan's geometry belongs to."""
+    from loopkv import reference
+    from loopkv.capacity import KNOWN_MODELS, get_model_size
 
     if geometry is not None:
         return get_model_size(geometry)
     if model is not None:
-        from loopkv.models.config import parse_ouro_config, read_config
-
-        data = read_config(model)
-        if data["model_type"] != "ouro":
-            raise UnsupportedError(f"model type of {model}", got=repr(data["model_type"])[:80], wanted="ouro")
-        config = parse_ouro_config(data, f"{model}/config.json")
-        return ouro_size(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            layers=config.num_hidden_layers,
-            loops=config.total_ut_steps,
-            query_heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.attention_head_dim,
-            tied=config.tie_word_embeddings,
-        )
-    if isinstance(plan, Plan):
+        return _folder_size(model)
+    if plan is not None:
         for size in KNOWN_MODELS.values():
             if size.geometry == plan.fingerprint.geometry:
                 return size
+        embedded = _folder_size(reference.model_folder())
+        if embedded.geometry == plan.fingerprint.geometry:
+            return embedded
     raise UnsupportedError(
-        "loopkv capacity",
-        got="no model",
+        verb,
+        got="no model" if plan is None else f"no model, and a plan of none that is known ({plan.fingerprint.name})",
         wanted="--model FOLDER or --geometry ouro-1.4b",
         hint="the weights decide how much memory is left and how much a step reads",
+    )
+
+
+def _folder_size(folder: Path) -> ModelSize:
+    """Weights of the checkpoint in ``folder`` by its config.json."""
+    from loopkv.capacity import ouro_size
+    from loopkv.models.config import parse_ouro_config, read_config
+
+    data = read_config(folder)
+    if data["model_type"] != "ouro":
+        raise UnsupportedError(f"model type of {folder}", got=repr(data["model_type"])[:80], wanted="ouro")
+    config = parse_ouro_config(data, f"{folder}/config.json")
+    return ouro_size(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        loops=config.total_ut_steps,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.attention_head_dim,
+        tied=config.tie_word_embeddings,
     )
 
 

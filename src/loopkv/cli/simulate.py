@@ -92,7 +92,7 @@ def simulate_command(
         size = shape_size(dummy_shape(geometry, layers))
         name = f"{geometry}, {layers} layers (dummy)"
     else:
-        size = _model_size(model, geometry, None)
+        size = _model_size(model, geometry, None, "loopkv simulate")
     identity = Fingerprint(name=name, geometry=size.geometry)
     context = tau0_context_tokens(requests, tau0_rule)
     prediction = predict_capacity(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import os
@@ -11,12 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loopkv.artifacts import Plan
+from loopkv.artifacts import Fingerprint, Plan
 from loopkv.errors import UnsupportedError
+from loopkv.geometry import Geometry
 from loopkv.vllm_plugin.settings import SETTINGS_KEY, ServeSettings, SettingsError
 
 PLUGIN_NAME = "loopkv"
 _OPTION = "--additional-config"
+OWN_OPTIONS = ("--plan", "--prefill", "--seed-mode", "--accept-weights", "--dry-run")
+NEAR = 0.8  # of difflib; no option of vLLM 0.26 comes so near to one of ours
 
 
 def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[str] = ()) -> list[str]:
@@ -30,7 +34,11 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
     Raises:
         UnsupportedError: vLLM is not installed, or would not load this plugin.
         PlanFormatError, PlanVersionError: an unreadable plan file.
-        SettingsError: an ``--additional-config`` that is no JSON object or has ``loopkv`` settings of its own.
+        UnsupportedError: an unknown plan name, or one that this model cannot take; the nearest is suggested.
+        ModelFormatError: a local model folder that is missing or has no config.json.
+        PlanMismatchError: a plan of another geometry or other weights than the local model's.
+        SettingsError: an argument that is nearly one of ``loopkv serve``'s own;
+            an ``--additional-config`` that is no JSON object or has ``loopkv`` settings of its own.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedError(
@@ -44,9 +52,10 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
             wanted=PLUGIN_NAME,
             hint=f"export VLLM_PLUGINS={','.join(filter(None, [allowed, PLUGIN_NAME]))}",
         )
+    _check_arguments(vllm_arguments)
     if settings.names_file:
         settings = settings.model_copy(update={"plan": str(Path(settings.plan).resolve())})
-        Plan.load(settings.plan)
+    _check_plan(model, settings, vllm_arguments)
     config, rest = _split_additional_config(vllm_arguments)
     if SETTINGS_KEY in config:
         raise SettingsError(
@@ -54,6 +63,52 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
         )
     config[SETTINGS_KEY] = settings.model_dump(exclude_defaults=True)
     return [*vllm_executable(), "serve", model, _OPTION, json.dumps(config), *rest]
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse a misspelt option of ours, which vLLM would refuse after half a minute, or take for another."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        near = difflib.get_close_matches(name, OWN_OPTIONS, n=1, cutoff=NEAR) if name.startswith("--") else []
+        if near:
+            raise SettingsError(
+                "loopkv serve: unknown option", got=name[:80], wanted=near[0], hint=f"did you mean {near[0]}?"
+            )
+
+
+def _check_plan(model: str, settings: ServeSettings, arguments: Sequence[str]) -> None:
+    """Refuse a plan that does not exist, and one that a local model cannot take; a remote model is left to vLLM."""
+    from loopkv.planner.named import is_plan_name, named_plan, unknown_name
+
+    plan = Plan.load(settings.plan) if settings.names_file else None
+    if plan is None and not is_plan_name(settings.plan):
+        raise unknown_name(settings.plan)
+    folder = Path(model).expanduser()
+    if not (folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1):
+        return
+    geometry = _local_geometry(folder)
+    if geometry is None or any(argument.replace("_", "-").startswith("--hf-overrides") for argument in arguments):
+        return
+    identity = Fingerprint(name=folder.resolve().name, geometry=geometry)
+    if plan is None:
+        named_plan(settings.plan, identity)
+        return
+    plan.check_serves(identity)
+    if plan.fingerprint.weights_sha256 and not settings.accept_weights and any(folder.glob("*.safetensors")):
+        from loopkv.models import fingerprint_model
+
+        plan.check_serves(fingerprint_model(folder))
+
+
+def _local_geometry(folder: Path) -> Geometry | None:
+    """Geometry in a folder's config.json; None for an architecture that only vLLM may know (ModelFormatError)."""
+    from loopkv.models.config import parse_ouro_config, read_config
+    from loopkv.models.ouro import ouro_geometry
+
+    data = read_config(folder)
+    if data["model_type"] != "ouro":
+        return None
+    return ouro_geometry(parse_ouro_config(data, f"{folder}/config.json"))
 
 
 def vllm_executable() -> list[str]:

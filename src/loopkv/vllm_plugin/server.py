@@ -76,10 +76,10 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the server's process group (its engine is a child), and kill what is left, even if interrupted."""
+    """Interrupt the server, which ends its engine in order, and kill what is left of the group, even if interrupted."""
     try:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
+            os.kill(process.pid, signal.SIGINT)  # an engine interrupted too would end first, and be reported dead
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
     finally:
