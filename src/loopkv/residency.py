@@ -174,7 +174,10 @@ class Residency:
 @lru_cache(maxsize=4096)  # asked for thousands of lengths while vLLM looks for the longest that fits
 def _max_window_blocks(rule: Residency, in_flight_tokens: int, max_tokens: int) -> int:
     policy = rule.policy
-    # Beyond the first coded page, what is held depends on p modulo the page and the window block.
-    period = math.lcm(policy.page_tokens, rule.window_block_tokens)
-    lengths = range(min(max_tokens, policy.first_coded_position + 1 + period))
+    # Once the history has outgrown the blocks that the sink keeps, what is held depends on p modulo the page and the
+    # window block. Before that the first live entry stays where it is while p grows.
+    page, kept_tokens = policy.page_tokens, rule.sink_window_entries * rule.window_block_tokens
+    outgrown = policy.window_tokens + page * math.ceil(kept_tokens / page)
+    period = math.lcm(page, rule.window_block_tokens)
+    lengths = range(min(max_tokens, max(policy.first_coded_position, outgrown) + 1 + period))
     return max(rule.window_blocks(min(p + in_flight_tokens, max_tokens), in_flight_tokens) for p in lengths)

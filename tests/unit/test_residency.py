@@ -1,7 +1,7 @@
 """Block arithmetic: exact values derived by hand, and laws over random policies and block sizes."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loopkv.policy import Policy
@@ -12,11 +12,11 @@ OURO_INT4 = Residency(Policy(), history_block_tokens=32, window_block_tokens=10)
 
 @st.composite
 def rules(draw: st.DrawFn) -> Residency:
-    page = draw(st.sampled_from((8, 16, 32)))
+    page = draw(st.sampled_from((1, 8, 16, 32)))
     policy = Policy(
         sink_tokens=page * draw(st.integers(0, 4)), window_tokens=draw(st.integers(1, 300)), page_tokens=page
     )
-    return Residency(policy, page * draw(st.sampled_from((1, 2, 4, 8))), draw(st.integers(1, 40)))
+    return Residency(policy, page * draw(st.sampled_from((1, 2, 4, 8))), draw(st.integers(1, 200)))
 
 
 def test_tables_of_an_8k_request_by_hand() -> None:
@@ -97,8 +97,11 @@ def test_freed_and_null_entries_are_never_read(rule: Residency, processed: int, 
             assert entry >= rule.sink_window_entries
 
 
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(rules(), st.integers(1, 600), st.integers(1, 2500))
+@example(Residency(Policy(sink_tokens=8, window_tokens=100, page_tokens=8), 32, 32), 1, 162)
+@example(Residency(Policy(), 32, 160), 1, 482)
+@example(Residency(Policy(), 128, 128), 7, 1536)
 def test_most_window_blocks_is_exact(rule: Residency, in_flight: int, longest: int) -> None:
     most = rule.max_window_blocks(in_flight, longest)
     assert most == max(rule.window_blocks(n, in_flight) for n in range(1, longest + 1))
