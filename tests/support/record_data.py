@@ -112,6 +112,20 @@ def quality_records() -> list[Record]:
         for arm in ("bf16", "LoopKV-M"):
             settings = {"arm": arm, "suite": "retrieval", "task": task, "items": 100, "ci95": [0.9, 0.99]}
             records.append(record("tasks.accuracy", 0.96, "share", settings))
+    for dtype, arm, kl in (
+        ("float32", "LoopKV-M", 5.459e-4),
+        ("bfloat16", "LoopKV-M", 7.524e-4),
+        ("bfloat16", "stock", 2e-4),
+    ):
+        place = {"arm": arm, "dtype": dtype, "prompt_tokens": 320, "documents": 8, "positions": 5632}
+        policy = None if arm == "stock" else 5.459e-4
+        told = {**place, "policy_nats": policy, "ratio": None if policy is None else kl / policy, "top1": 0.98}
+        told |= {"runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner", "ci95": [0.8 * kl, 1.2 * kl]}
+        records.append(record("quality.served_kl_nats", kl, "nats", told))
+        if policy is not None:
+            records.append(record("quality.policy_kl_nats", policy, "nats", place))
+            records.append(record("quality.byte_check", 0.0, "B", {**place, "pages": 12, "compared_bytes": 1843200}))
+    records.append(record("tests.gpu", 236.0, "tests", {"failed": 0, "skipped": 0, "seconds": 82.5}))
     for option in ("int4", "int2"):
         settings = {"kernel": "decode", "option": option, "batch": 32, "context_tokens": 8192, "bytes": 2e9}
         records.append(record("kernel.us", 480.0, "us", settings))

@@ -195,3 +195,78 @@ def test_the_command_drawn_by_repeats_the_arguments_quoted_for_a_shell(results: 
     said = shlex.split(unescape(re.findall(r"Drawn by: (.*?)</footer>", html)[0]))
     assert said == ["loopkv", "report", "-o", str(page), "--png", str(plots), "--title", "A & B", str(results)]
     assert report_command(["-x.jsonl"], "r.html") == "loopkv report -o r.html -- -x.jsonl"
+
+
+def test_served_quality_stands_beside_its_policy_and_the_checked_bytes() -> None:
+    table = tables(records_page(all_records()))["Served against exact (Ouro-1.4B geometry, Synthetic GPU 96 GB)"]
+    rows = {row[:2]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert list(rows) == [("LoopKV-M", "float32"), ("LoopKV-M", "bfloat16"), ("stock", "bfloat16")]
+    assert rows["LoopKV-M", "bfloat16"]["served\nnats"] == "0.000752"
+    assert rows["LoopKV-M", "bfloat16"]["served /\npolicy"] == f"{7.524 / 5.459:.4f}"
+    assert rows["LoopKV-M", "float32"]["wrong\nbytes"] == "0 of 1,843,200"
+    assert rows["stock", "bfloat16"]["policy\nnats"] == "-"
+    assert "GPUModelRunner" not in str(table)
+
+
+def test_prefill_has_a_row_for_every_number_of_prompts_at_once() -> None:
+    def row(what: str, value: float, arm: str, batch: int) -> Record:
+        return record(what, value, RECORD_KINDS[what].unit, {"arm": arm, "context_tokens": 8192, "batch": batch})
+
+    page = records_page(
+        [
+            row("decode.ttft_ms", 100.0, "stock", 1),
+            row("decode.ttft_ms", 150.0, "kivi4", 1),
+            *(row("decode.prefill_tok_s", 1e4 * n, "stock", n) for n in (4, 2)),
+            *(row("decode.prefill_tok_s", 5e3 * n, "kivi4", n) for n in (4, 2)),
+        ]
+    )
+    (table,) = (t for title, t in tables(page).items() if title.startswith("Prefill"))
+    assert table.columns[3].strip() == "x stock"
+    assert [(*row[:5], row[6]) for row in table.rows] == [
+        ("stock", "8,192", "100", "1.00x", "2", "1.00x"),
+        ("stock", "8,192", "-", "-", "4", "1.00x"),
+        ("kivi4", "8,192", "150", "1.50x", "2", "0.50x"),
+        ("kivi4", "8,192", "-", "-", "4", "0.50x"),
+    ]
+
+
+def test_replaced_records_are_counted() -> None:
+    old = record("decode.step_ms", 20.0, "ms", {"arm": "bf16", "context_tokens": 8192, "batch": 1})
+    new = old.model_copy(update={"value": 10.0, "date": "2026-05-01T00:00:00+00:00"})
+    elsewhere = old.model_copy(update={"hardware": "another"})
+    counted = tables(records_page([new, old, elsewhere]))["Records without a row of their own"]
+    assert counted.rows == (("decode.step_ms", "1", "a later Record of the same place is drawn"),)
+
+
+def test_notes_explain_only_the_columns_that_are_there() -> None:
+    row = record("decode.step_ms", 20.0, "ms", {"arm": "x", "context_tokens": 8192, "batch": 1})
+    (bare,) = (t for title, t in tables(records_page([row])).items() if title.startswith("Decode"))
+    assert bare.note == ""
+    whole = next(t for title, t in tables(records_page(decode_records())).items() if title.startswith("Decode"))
+    assert ("Hot:" in whole.note) == ("hot" in whole.columns) and "interpolated" in whole.note
+
+
+def test_a_simulated_page_names_the_simulated_gpu() -> None:
+    facts = dict(records_page([r for r in slo_records() if r.what.startswith("simulate.")]).facts)
+    assert facts["GPU simulated"] == "H200" and "Hardware" not in facts and "Simulated" in facts
+    both = dict(records_page(slo_records()).facts)
+    assert both["Hardware"] == "Synthetic GPU 96 GB" and both["GPU simulated"] == "H200"
+
+
+def test_ratios_of_unseen_documents_stand_beside_the_profiled() -> None:
+    def plan(arm: str, documents: str, measured: float) -> Record:
+        settings = {"arm": arm, "documents": documents, "predicted_nats": 2e-3, "shares": False}
+        return record("additivity.plan", measured, "nats", settings)
+
+    page = records_page([plan("a", "profiled", 2e-3), plan("b", "profiled", 2.2e-3), plan("a", "unseen", 1e-3)])
+    table = tables(page)["Measured over predicted damage"]
+    assert [(row[0], row[3], row[5]) for row in table.rows] == [("a", "1.00", "0.50"), ("b", "1.10", "-")]
+    assert "profiled 1.00 to 1.10; unseen 0.50 to 0.50" in table.note
+    assert any("ratios from 0.50 to 0.50" in figure.explanation for figure in page.figures)
+
+
+def test_more_measurements_show_no_raw_lists() -> None:
+    settings = {"documents": [1.6865257766925977e-4, 3.7301e-4]}
+    (table,) = (t for t in tables(records_page([record("quality.kl_share_nats", 1e-4, "nats", settings)])).values()
+                if t.title == "quality.kl_share_nats")  # fmt: skip
+    assert table.rows[0][0] == "1.7e-4 to 3.7e-4"

@@ -14,14 +14,23 @@ from loopkv.record_kinds import RECORD_KINDS
 from loopkv.records import Record, read_records
 from loopkv.report.figure import write_png
 from loopkv.report.page import Page, Section, render_page, table_of
-from loopkv.report.sections.common import figures_of, report_command
+from loopkv.report.sections.common import figures_of, interval, replaced, report_command
 from loopkv.report.sections.decode import decode_section
 from loopkv.report.sections.kernels import kernel_section
 from loopkv.report.sections.quality import quality_section, task_section
+from loopkv.report.sections.served import served_section, tests_section
 from loopkv.report.sections.slo import slo_section
 
 TITLE = "LoopKV results"
-SECTIONS = (decode_section, slo_section, quality_section, task_section, kernel_section)
+SECTIONS = (
+    decode_section,
+    slo_section,
+    quality_section,
+    served_section,
+    task_section,
+    kernel_section,
+    tests_section,
+)
 DRAWN_KINDS = {
     "decode.step_ms",
     "decode.ttft_ms",
@@ -37,6 +46,10 @@ DRAWN_KINDS = {
     "simulate.attainment",
     "simulate.capacity",
     "quality.kl_nats",
+    "quality.served_kl_nats",
+    "quality.policy_kl_nats",
+    "quality.byte_check",
+    "tests.gpu",
     "tasks.accuracy",
     "additivity.plan",
 }
@@ -86,13 +99,21 @@ def records_page(records: Sequence[Record], *, title: str = TITLE, command: str 
     sections.append(_plain_section(placed))
     sections.append(_other_section(records))
     sections.append(_provenance_section(records))
-    hardware = Counter(record.hardware for record in records if record.hardware)
+    simulated = [record for record in records if record.what.startswith("simulate.")]
+    hardware = dict.fromkeys(r.hardware for r in records if r.hardware and not r.what.startswith("simulate."))
+    gpus = dict.fromkeys(str(r.settings.get("gpu") or "unnamed") for r in simulated)
+    computed = dict.fromkeys(r.hardware for r in simulated if r.hardware)
     dates = sorted(record.date for record in records if record.date)
     facts = [
         ("Records", f"{len(records):,}"),
-        ("Hardware", ", ".join(hardware) or "-"),
-        ("Models", ", ".join(dict.fromkeys(r.model for r in records if r.model)) or "-"),
-        ("Measured", "-" if not dates else f"{dates[0][:10]} to {dates[-1][:10]}"),
+        *([("Hardware", "; ".join(hardware) or "-")] if hardware or not simulated else []),
+        *([("GPU simulated", "; ".join(gpus))] if simulated else []),
+        *([("Simulated on", "; ".join(computed))] if computed else []),
+        ("Models", "; ".join(dict.fromkeys(r.model for r in records if r.model)) or "-"),
+        (
+            "Measured" if len(simulated) < len(records) else "Simulated",
+            "-" if not dates else f"{dates[0][:10]} to {dates[-1][:10]}",
+        ),
     ]
     return Page(
         title=title,
@@ -152,8 +173,12 @@ def _setting(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
-        return figures_of(float(value), 6)
-    return value if isinstance(value, str) else json.dumps(value)[:60]
+        return figures_of(float(value), 6 if float(value).is_integer() else 4)
+    if isinstance(value, list) and (ends := interval(value)) != "-":
+        return ends
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_setting(one)}" for key, one in value.items()) or "-"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _other_section(records: Sequence[Record]) -> Section | None:
@@ -183,8 +208,12 @@ def _other_section(records: Sequence[Record]) -> Section | None:
         for record in records
         if record.value is None and record.what in RECORD_KINDS and record.what not in MAY_LACK_VALUE
     )
-    if counts or empty:
+    older = Counter(
+        record.what for record in replaced(r for r in records if r.what in DRAWN_KINDS and problem(r) is None)
+    )
+    if counts or empty or older:
         rows = [(what, f"{count:,}", FOLDED_KINDS[what]) for what, count in counts.items()]
+        rows += [(what, f"{count:,}", "a later Record of the same place is drawn") for what, count in older.items()]
         rows += [(what, f"{count:,}", "no value") for what, count in empty.items()]
         blocks.append(table_of("Records without a row of their own", ("what", "records", "why"), rows))
     return Section("others", "Not drawn", "", tuple(blocks)) if blocks else None

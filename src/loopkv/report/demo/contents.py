@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, str] = {
     "profile": "loopkv profile MODEL -o profile.json",
-    "plan": "loopkv plan profile.json --goal memory --max-damage 2.0share --max-stored 4992B -o plan.json",
-    "measure": "loopkv measure MODEL plan.json",
+    "plan": "loopkv demo",
+    "measure": "loopkv demo",
     "tasks": "loopkv demo",
-    "capacity": "loopkv capacity --plan plan.json --context 8192",
-    "generate": "loopkv generate MODEL --plan plan.json",
+    "capacity": "loopkv demo",
+    "generate": "loopkv demo",
 }
-"""Command line behind each group of figures; ``DemoReport.commands`` overrides single ones (a plan's by its name)."""
+"""Verb behind each group of figures; a run gives its own command lines in ``DemoReport.commands`` (a plan's by name)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,7 @@ class DemoReport:
         task_scores, samples, request_bytes: what the plans do to answers and to a request's bytes.
         versions: package versions.
         facts: short ``(name, value)`` pairs for the head of the page.
+        budgets: what the planner's plans were asked for, one sentence each.
         commands: overrides of ``COMMANDS``.
         correlation: log-log Pearson correlation of predicted and measured KL; computed from the plans where None.
     """
@@ -101,6 +102,7 @@ class DemoReport:
     request_bytes: tuple[RequestBytes, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     facts: tuple[tuple[str, str], ...] = ()
+    budgets: tuple[str, ...] = ()
     commands: Mapping[str, str] = field(default_factory=dict)
     correlation: float | None = None
 

@@ -65,7 +65,10 @@ def plan_section(report: DemoReport, exact: int | None) -> Section:
             )
         )
     return Section(
-        "plans", "Plans", "One option per cell; the numbers are used in every figure below.", (table, *grids)
+        "plans",
+        "Plans",
+        " ".join(["One option per cell; the numbers are used in every figure below.", *report.budgets]),
+        (table, *grids),
     )
 
 

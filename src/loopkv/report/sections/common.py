@@ -12,6 +12,34 @@ from loopkv.report.plots import short_number
 _Key = TypeVar("_Key")
 BASELINE_ARMS = ("bf16", "stock", "bf16-stock", "BF16")
 
+_SLO = ("arm", "rate_per_s", "tau0_ms", "k", "ttft_s", "workload", "gpu")
+_CAPACITY = ("arm", "tau0_ms", "k", "ttft_s", "workload", "gpu")
+PLACES: dict[str, tuple[str, ...]] = {
+    "decode.step_ms": ("arm", "context_tokens", "batch"),
+    "decode.ttft_ms": ("arm", "context_tokens"),
+    "decode.prefill_tok_s": ("arm", "context_tokens", "batch"),
+    "decode.launches": ("arm", "context_tokens", "batch"),
+    "decode.component_us": ("arm", "context_tokens", "batch", "component"),
+    "decode.refused": ("arm", "context_tokens", "batch", "reason"),
+    "slo.tau0_ms": ("arm", "tau0_rule", "workload"),
+    "slo.attainment": _SLO,
+    "slo.capacity": _CAPACITY,
+    "slo.capacity_ratio": ("arm", "baseline", "tau0_ms", "k", "ttft_s", "workload"),
+    "simulate.attainment": _SLO,
+    "simulate.capacity": _CAPACITY,
+    "quality.kl_nats": ("arm", "documents", "activations"),
+    "quality.kl_share_nats": (),
+    "quality.served_kl_nats": ("arm", "dtype", "prompt_tokens", "tau"),
+    "quality.policy_kl_nats": ("arm", "dtype", "prompt_tokens", "tau"),
+    "quality.byte_check": ("arm", "dtype", "prompt_tokens", "tau"),
+    "tasks.accuracy": ("arm", "suite", "task"),
+    "additivity.plan": ("arm", "documents"),
+    "additivity.correlation": ("documents",),
+}
+"""Settings that are one place in a section, by kind: of several Records at a place only the newest is drawn."""
+_PER_HARDWARE = ("decode.", "slo.", "simulate.", "quality.served", "quality.policy", "quality.byte")
+_PER_SEED = ("slo.attainment", "slo.capacity", "slo.capacity_ratio", "simulate.")
+
 
 def of_kind(records: Iterable[Record], *names: str) -> list[Record]:
     """Records of the named kinds that have a value, in file order."""
@@ -55,6 +83,31 @@ def latest(records: Iterable[Record], *keys: str) -> list[Record]:
     return list(last.values())
 
 
+def place_of(record: Record) -> tuple[Any, ...] | None:
+    """Where a section would draw ``record``: kind, model, settings and, where rows are told apart by them, hardware and
+    seed. None for a kind of which every Record has a row."""
+    keys = PLACES.get(record.what)
+    if keys is None:
+        return None
+    told_apart: list[Any] = [record.what, record.model]
+    if record.what.startswith(_PER_HARDWARE):
+        told_apart.append(text(record, "gpu") if record.what.startswith("simulate.") else record.hardware)
+    if record.what.startswith(_PER_SEED):
+        told_apart.append(record.seed)
+    return (*told_apart, *(str(record.settings.get(key)) for key in keys))
+
+
+def replaced(records: Iterable[Record]) -> list[Record]:
+    """Records that a later one of the same place has replaced in the page's tables and figures."""
+    at = grouped(records, place_of)
+    at.pop(None, None)
+    older = []
+    for group in at.values():
+        order = sorted(group, key=lambda r: r.date)  # stable: of one date, the later line counts
+        older += order[:-1]
+    return older
+
+
 def baseline(arms: Sequence[str]) -> str | None:
     """The arm that ratios refer to."""
     return next((arm for arm in BASELINE_ARMS if arm in arms), None)
@@ -80,6 +133,8 @@ def figures_of(value: float | None, digits: int = 4) -> str:
     """A measurement with ``digits`` significant figures, or a dash."""
     if value is None:
         return "-"
+    if 10**digits <= abs(value) < 1e15:  # 40,920 rather than 4.092e+04
+        return f"{float(f'{value:.{digits}g}'):,.0f}"
     return f"{value:,.{digits}g}" if 1e-3 <= abs(value) < 1e5 else short_number(value)
 
 

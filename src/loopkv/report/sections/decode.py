@@ -9,6 +9,7 @@ from loopkv.records import Record
 from loopkv.report.page import Figure, Section, Table, table_of
 from loopkv.report.plots import Series, bars, curves
 from loopkv.report.sections.common import (
+    PLACES,
     arms_of,
     baseline,
     command,
@@ -23,6 +24,8 @@ from loopkv.report.sections.common import (
 )
 from loopkv.step_time import StepRow, StepTimeModel, hold_out, matched_tokens_per_s
 
+DRAWN_PARTS = 7
+
 
 def decode_section(records: Sequence[Record]) -> Section | None:
     """Everything of ``decode.*``."""
@@ -33,7 +36,7 @@ def decode_section(records: Sequence[Record]) -> Section | None:
     alone -= {(r.model or "", r.hardware) for r in steps}
     tables += [t for place in sorted(alone) if (t := _prefill_table(records, *place)) is not None]
     for (model, hardware), group in grouped(steps, lambda r: (r.model or "", r.hardware)).items():
-        rows = latest(group, "arm", "context_tokens", "batch")
+        rows = latest(group, *PLACES["decode.step_ms"])
         arms = arms_of(rows)
         launches = _launches(records, model, hardware)
         for context, at in sorted(grouped(rows, lambda r: int(r.settings["context_tokens"])).items()):
@@ -56,10 +59,10 @@ def decode_section(records: Sequence[Record]) -> Section | None:
                     (
                         text(r, "arm"),
                         figures_of(number(r, "context_tokens"), 6),
-                        figures_of(number(r, "batch"), 6),
+                        figures_of(number(r, "batch"), 6) if number(r, "batch") is not None else text(r, "slot") or "-",
                         text(r, "reason") + (" (ran later)" if _ran_after(r, ran) else ""),
                     )
-                    for r in latest(refused, "arm", "context_tokens", "batch", "reason")
+                    for r in latest(refused, *PLACES["decode.refused"])
                 ],
             )
         )
@@ -75,7 +78,7 @@ def decode_section(records: Sequence[Record]) -> Section | None:
 def peaks(records: Sequence[Record]) -> dict[tuple[str, int], Record]:
     """The fastest row of each (arm, context), as its ``decode.step_ms`` record."""
     best: dict[tuple[str, int], Record] = {}
-    for record in latest(of_kind(records, "decode.step_ms"), "arm", "context_tokens", "batch"):
+    for record in latest(of_kind(records, "decode.step_ms"), *PLACES["decode.step_ms"]):
         place = (text(record, "arm"), int(record.settings["context_tokens"]))
         if place not in best or _tok_s(record) > _tok_s(best[place]):
             best[place] = record
@@ -88,7 +91,9 @@ def _tok_s(record: Record) -> float:
 
 
 def _launches(records: Sequence[Record], model: str, hardware: str) -> dict[tuple[str, int], float]:
+    """Launches of one step by arm and context: those of the largest batch, which is where a step is profiled."""
     rows = [r for r in of_kind(records, "decode.launches") if (r.model or "", r.hardware) == (model, hardware)]
+    rows = sorted(latest(rows, *PLACES["decode.launches"]), key=lambda r: float(r.settings["batch"]))
     return {(text(r, "arm"), int(r.settings["context_tokens"])): float(r.value or 0) for r in rows}
 
 
@@ -175,11 +180,16 @@ def _sweep(
         "batch-1\nstep ms",
         "launches\nper step",
     )
-    note = (
-        "KiB per token of history, both value planes. The matched column interpolates each arm's batch at the time per "
-        "token of the baseline's peak; a dash means that its smallest batch is already slower. Hot: share of the "
-        "history that V precision read with both value planes."
+    explained = (
+        ((1, 2), "KiB per token of history, both value planes."),
+        (
+            (7,),
+            f"{matched_name.replace(chr(10), ' ')}: each arm's batch interpolated at the time per token of the "
+            "baseline's peak, or its largest batch where that is faster; a dash means that its smallest is slower.",
+        ),
+        ((9,), "Hot: share of the history that V precision read with both value planes."),
     )
+    note = " ".join(text for at, text in explained if any(row[c] != "-" for row in table for c in at))
     return figure, table_of(f"Decode at {context:,} tokens ({where})", columns, table, note)
 
 
@@ -207,35 +217,46 @@ def _prefill_table(records: Sequence[Record], model: str, hardware: str) -> Tabl
         if (r.model or "", r.hardware) == (model, hardware)
     ]
     first = {
-        (text(r, "arm"), int(r.settings["context_tokens"])): r
-        for r in latest([r for r in rows if r.what == "decode.ttft_ms"], "arm", "context_tokens")
+        (text(r, "arm"), int(r.settings["context_tokens"]), 1): r
+        for r in latest([r for r in rows if r.what == "decode.ttft_ms"], *PLACES["decode.ttft_ms"])
     }
     rates = {
-        (text(r, "arm"), int(r.settings["context_tokens"])): r
-        for r in latest([r for r in rows if r.what == "decode.prefill_tok_s"], "arm", "context_tokens")
+        (text(r, "arm"), int(r.settings["context_tokens"]), int(r.settings["batch"])): r
+        for r in latest([r for r in rows if r.what == "decode.prefill_tok_s"], *PLACES["decode.prefill_tok_s"])
     }
     if not rows:
         return None
     base = stock_arm(rows)
+    arms = arms_of(rows)
 
-    def over(found: dict[tuple[str, int], Record], arm: str, context: int) -> str:
-        one, other = found.get((arm, context)), found.get((base or "", context))
+    def over(found: dict[tuple[str, int, int], Record], arm: str, context: int, batch: int) -> str:
+        of_base = [place for place in found if place[:2] == (base, context)]
+        nearest = min(of_base, key=lambda place: abs(place[2] - batch), default=None)
+        one, other = found.get((arm, context, batch)), None if nearest is None else found[nearest]
         if one is None or other is None or not one.value or not other.value:
             return "-"
         return f"{one.value / other.value:.2f}x"
 
+    # The time to the first token is of one prompt alone; it stands in the line of the fewest prompts at once.
+    places = {place[:2]: [0] for place in first} | {
+        place: sorted(batch for *at, batch in rates if tuple(at) == place) for place in {p[:2] for p in rates}
+    }
     lines = []
-    for arm, context in sorted({*first, *rates}, key=lambda place: (place[1], arms_of(rows).index(place[0]))):
-        alone, together = first.get((arm, context)), rates.get((arm, context))
+    for arm, context, batch in sorted(
+        ((*place, batch) for place, batches in places.items() for batch in batches),
+        key=lambda place: (place[1], arms.index(place[0]), place[2]),
+    ):
+        alone = first.get((arm, context, 1)) if batch == places[arm, context][0] else None
+        together = rates.get((arm, context, batch))
         lines.append(
             (
                 arm,
                 f"{context:,}",
                 figures_of(None if alone is None else alone.value),
-                over(first, arm, context),
+                over(first, arm, context, 1) if alone is not None else "-",
                 figures_of(None if together is None else number(together, "batch"), 6),
                 figures_of(None if together is None else together.value),
-                over(rates, arm, context),
+                over(rates, arm, context, batch),
             )
         )
     ratio = f"x {base}" if base else "ratio"
@@ -244,7 +265,7 @@ def _prefill_table(records: Sequence[Record], model: str, hardware: str) -> Tabl
         ("arm", "context", "first token\nms", f"{ratio} ", "prompts\nat once", "prompt\ntok/s", ratio),
         lines,
         "Time from submitting one prompt to an idle engine to its first token, and prompt tokens per second of several "
-        "submitted together.",
+        "submitted together; its ratio is to the baseline with as many prompts, or the nearest number it has.",
     )
 
 
@@ -300,7 +321,7 @@ def _breakdown(records: Sequence[Record]) -> list[Figure]:
     for (model, hardware, context), group in grouped(
         rows, lambda r: (r.model or "", r.hardware, int(r.settings["context_tokens"]))
     ).items():
-        chosen = latest(group, "arm", "batch", "component")
+        chosen = latest(group, *PLACES["decode.component_us"])
         cells = list(dict.fromkeys((text(r, "arm"), int(r.settings["batch"])) for r in chosen))
         components = list(dict.fromkeys(text(r, "component") for r in chosen))
         at = {
@@ -309,6 +330,7 @@ def _breakdown(records: Sequence[Record]) -> list[Figure]:
         parts = [(name, [at.get((*cell, name), 0.0) for cell in cells]) for name in components]
         totals = [sum(widths[i] for _, widths in parts) for i in range(len(cells))]
         names = [f"{arm}, batch {batch}" for arm, batch in cells]
+        shown = _largest(parts)
         figures.append(
             Figure(
                 key=slug("breakdown", model, hardware, context),
@@ -316,7 +338,7 @@ def _breakdown(records: Sequence[Record]) -> list[Figure]:
                 explanation=f"GPU time of one decode step by component ({hardware}); the number is the sum in ms.",
                 alt="; ".join(f"{name}: {total:.3g} ms" for name, total in zip(names, totals, strict=True)) + ".",
                 command=command(group),
-                drawing=bars(names, parts, "GPU time per step (ms)", texts=[f"{total:.3g}" for total in totals]),
+                drawing=bars(names, shown, "GPU time per step (ms)", texts=[f"{total:.3g}" for total in totals]),
                 data=table_of(
                     "GPU time per step (ms)",
                     ("arm", *components, "sum"),
@@ -328,3 +350,13 @@ def _breakdown(records: Sequence[Record]) -> list[Figure]:
             )
         )
     return figures
+
+
+def _largest(parts: Sequence[tuple[str, list[float]]]) -> list[tuple[str, list[float]]]:
+    """The parts in order of size, all beyond the theme's colours summed up: no two parts of a bar look alike."""
+    order = sorted(parts, key=lambda part: -sum(part[1]))
+    if len(order) <= DRAWN_PARTS:
+        return order
+    rest = order[DRAWN_PARTS - 1 :]
+    others = [sum(values) for values in zip(*(widths for _, widths in rest), strict=True)]
+    return [*order[: DRAWN_PARTS - 1], ("all else", others)]

@@ -8,6 +8,7 @@ from loopkv.records import Record
 from loopkv.report.page import Figure, Section, Table, table_of
 from loopkv.report.plots import Series, curves, intervals, predicted_measured, short_number
 from loopkv.report.sections.common import (
+    PLACES,
     arms_of,
     command,
     figures_of,
@@ -27,7 +28,7 @@ RATIO_BAND = (0.85, 1.25)
 
 def quality_section(records: Sequence[Record]) -> Section | None:
     """Everything of ``quality.*`` and ``additivity.*``, with the frontier where decode rows exist too."""
-    rows = latest(of_kind(records, "quality.kl_nats"), "arm", "documents", "activations")
+    rows = latest(of_kind(records, "quality.kl_nats"), *PLACES["quality.kl_nats"])
     unit = next((r.value for r in reversed(of_kind(records, "quality.kl_share_nats"))), None)
     blocks: list[Figure | Table] = []
     blocks += _frontiers(records, rows, unit)
@@ -113,14 +114,12 @@ def _frontiers(records: Sequence[Record], rows: Sequence[Record], unit: float | 
 
 def _additivity(records: Sequence[Record]) -> list[Figure | Table]:
     blocks: list[Figure | Table] = []
-    rows = [
-        r for r in of_kind(records, "additivity.plan") if (number(r, "predicted_nats") or 0) > 0 and (r.value or 0) > 0
-    ]
-    correlations = of_kind(records, "additivity.correlation")
+    plans = latest(of_kind(records, "additivity.plan"), *PLACES["additivity.plan"])
+    rows = [r for r in plans if (number(r, "predicted_nats") or 0) > 0 and (r.value or 0) > 0]
+    correlations = latest(of_kind(records, "additivity.correlation"), *PLACES["additivity.correlation"])
     for documents, group in grouped(rows, lambda r: text(r, "documents")).items():
-        chosen = latest(group, "arm")
         pairs = [
-            (number(r, "predicted_nats") or 0.0, float(r.value or 0), bool(r.settings.get("shares"))) for r in chosen
+            (number(r, "predicted_nats") or 0.0, float(r.value or 0), bool(r.settings.get("shares"))) for r in group
         ]
         ratios = [measured / predicted for predicted, measured, _ in pairs]
         inside = sum(RATIO_BAND[0] <= ratio <= RATIO_BAND[1] for ratio in ratios)
@@ -143,7 +142,7 @@ def _additivity(records: Sequence[Record]) -> list[Figure | Table]:
                 title="Predicted against measured damage" + (f" ({documents} documents)" if documents else ""),
                 explanation=(
                     f"{inside} of {len(ratios)} plans measure {RATIO_BAND[0]} to {RATIO_BAND[1]} x the sum of their "
-                    f"cells' damages{said}."
+                    f"cells' damages; ratios from {min(ratios):.2f} to {max(ratios):.2f}{said}."
                 ),
                 alt=(
                     f"Log-log scatter of {len(ratios)} plans, ratios from {min(ratios):.2f} to {max(ratios):.2f}{said}."
@@ -152,23 +151,54 @@ def _additivity(records: Sequence[Record]) -> list[Figure | Table]:
                 drawing=predicted_measured(series, RATIO_BAND),
             )
         )
+    if plans:
+        blocks.append(_ratio_table(plans))
     if correlations and not rows:
         blocks.append(
             table_of(
                 "Correlation of predicted and measured damage",
                 ("documents", "r (log-log)", "plans"),
-                [
-                    (text(r, "documents"), figures_of(r.value), text(r, "plans") or "-")
-                    for r in latest(correlations, "documents")
-                ],
+                [(text(r, "documents"), figures_of(r.value), text(r, "plans") or "-") for r in correlations],
             )
         )
     return blocks
 
 
+def _ratio_table(plans: Sequence[Record]) -> Table:
+    """Every plan's measured over predicted damage, the kinds of documents side by side."""
+    kinds = list(dict.fromkeys(text(r, "documents") for r in plans))
+    at = {(text(r, "arm"), text(r, "documents")): r for r in plans}
+    ratios: dict[str, list[float]] = {kind: [] for kind in kinds}
+    lines = []
+    for arm in arms_of(plans):
+        found = [at.get((arm, kind)) for kind in kinds]
+        predicted = next((p for r in found if r is not None and (p := number(r, "predicted_nats")) is not None), None)
+        cells = [arm, "-" if predicted is None else short_number(predicted)]
+        for kind, one in zip(kinds, found, strict=True):
+            below = None if one is None else number(one, "predicted_nats")
+            ratio = float(one.value or 0) / below if one is not None and below else None
+            ratios[kind] += [] if ratio is None else [ratio]
+            cells += ["-" if one is None else short_number(float(one.value or 0)), _two(ratio)]
+        lines.append(cells)
+    told = "; ".join(f"{kind or 'all'} {min(v):.2f} to {max(v):.2f}" for kind, v in ratios.items() if v)
+    names = [f"{kind}{suffix}".strip() for kind in kinds for suffix in ("\nnats", "\nratio")]
+    return table_of(
+        "Measured over predicted damage",
+        ("plan", "predicted\nnats", *names),
+        lines,
+        f"Ratio: measured KL over the sum of the cells' damages, measured on the profiled documents ({told})."
+        if told
+        else "",
+    )
+
+
+def _two(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
 def task_section(records: Sequence[Record]) -> Section | None:
     """Everything of ``tasks.accuracy``."""
-    rows = latest(of_kind(records, "tasks.accuracy"), "arm", "suite", "task")
+    rows = latest(of_kind(records, "tasks.accuracy"), *PLACES["tasks.accuracy"])
     if not rows:
         return None
     blocks: list[Figure | Table] = []

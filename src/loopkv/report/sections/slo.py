@@ -9,6 +9,7 @@ from loopkv.records import Record
 from loopkv.report.page import Figure, Section, Table, table_of
 from loopkv.report.plots import Series, curves
 from loopkv.report.sections.common import (
+    PLACES,
     arms_of,
     command,
     figures_of,
@@ -23,13 +24,12 @@ from loopkv.report.sections.common import (
 
 ATTAINMENT_RULE = 0.95
 DRAWN_BOUNDS = (3.0, 10.0)  # k and TTFT of the paper's main objective; the others are in a table
-_PLACE = ("arm", "rate_per_s", "tau0_ms", "k", "ttft_s", "workload", "gpu")
 
 
 def slo_section(records: Sequence[Record]) -> Section | None:
     """Everything of ``slo.*`` and ``simulate.*``."""
     blocks: list[Figure | Table] = []
-    attained = _unique(of_kind(records, "slo.attainment", "simulate.attainment"), _PLACE)
+    attained = _unique(of_kind(records, "slo.attainment", "simulate.attainment"), PLACES["slo.attainment"])
     arms = arms_of(attained)
     for (workload, hardware, tau0_ms), group in grouped(
         attained, lambda r: (text(r, "workload"), _where(r), float(r.settings["tau0_ms"]))
@@ -46,7 +46,7 @@ def slo_section(records: Sequence[Record]) -> Section | None:
     ratios = of_kind(records, "slo.capacity_ratio")
     if ratios:
         blocks.append(_ratio_table(ratios))
-    tau0 = latest(of_kind(records, "slo.tau0_ms"), "arm", "tau0_rule", "workload")
+    tau0 = latest(of_kind(records, "slo.tau0_ms"), *PLACES["slo.tau0_ms"])
     if tau0:
         blocks.append(
             table_of(
@@ -179,7 +179,7 @@ def _capacity_tables(records: Sequence[Record]) -> list[Table]:
     rows = [
         record
         for group in grouped(rows, lambda r: (r.what, r.seed, _where(r))).values()
-        for record in latest(group, "arm", "tau0_ms", "k", "ttft_s", "workload", "gpu")
+        for record in latest(group, *PLACES["slo.capacity"])
     ]
     if not rows:
         return []
@@ -259,7 +259,7 @@ def _misses(rows: Sequence[Record]) -> Table | None:
 def _ratio_table(rows: Sequence[Record]) -> Table:
     shares = sorted({key for r in rows for key in _mapping(r.settings.get("share_at_least"))}, key=float)
     lines = []
-    for r in _unique(rows, ("arm", "baseline", "tau0_ms", "k", "ttft_s", "workload")):
+    for r in _unique(rows, PLACES["slo.capacity_ratio"]):
         held = _mapping(r.settings.get("share_at_least"))
         lines.append(
             (
