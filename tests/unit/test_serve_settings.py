@@ -11,7 +11,7 @@ import pytest
 
 from loopkv import reference
 from loopkv.artifacts import Fingerprint
-from loopkv.errors import PlanFormatError, UnsupportedError
+from loopkv.errors import LoopKVError, PlanFormatError, UnsupportedError
 from loopkv.models.config import parse_ouro_config
 from loopkv.models.ouro import ouro_geometry
 from loopkv.planner import named_plan
@@ -84,12 +84,37 @@ def test_an_additional_config_of_the_users_own_is_kept(monkeypatch, given):
         ["--additional-config", "{"],
         ["--additional-config", "[]"],
         ["--additional-config", '{"loopkv": {"plan": "kivi2"}}'],
+        ["--additional-config", '{"a": 1}', "--additional-config", '{"b": 2}'],
+        ["--additional-config.b", "2"],
+        ["--additional_config.b=2"],
+        ["--additional-conf", '{"b": 2}'],
+        ["--additional", '{"b": 2}'],
     ],
 )
 def test_an_additional_config_that_cannot_be_merged_is_refused(monkeypatch, given):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     with pytest.raises(SettingsError):
         serve_command("M", ServeSettings(plan="kivi4"), given)
+
+
+@needs_vllm
+@pytest.mark.parametrize("form", [["--config", "{}"], ["--config={}"]])
+def test_an_additional_config_in_a_file_would_lose_the_plan(monkeypatch, tmp_path, form):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    file = tmp_path / "server.yaml"
+    arguments = [part.format(file) for part in form]
+    file.write_text("port: 8001\n")
+    serve_command("M", ServeSettings(plan="kivi4"), arguments)
+    file.write_text("port: 8001\nadditional_config: {}\n")
+    with pytest.raises(SettingsError, match="additional-config in it"):
+        serve_command("M", ServeSettings(plan="kivi4"), arguments)
+
+
+@needs_vllm
+def test_the_model_comes_before_options_of_vllm(monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    with pytest.raises(SettingsError, match="before any option"):
+        serve_command("--port", ServeSettings(plan="kivi4"), ["8000", "M"])
 
 
 @needs_vllm

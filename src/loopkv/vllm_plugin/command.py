@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -52,6 +53,8 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
             wanted=PLUGIN_NAME,
             hint=f"export VLLM_PLUGINS={','.join(filter(None, [allowed, PLUGIN_NAME]))}",
         )
+    if model.startswith("-"):
+        raise SettingsError("loopkv serve: MODEL", got=repr(model)[:80], wanted="the model before any option of vLLM")
     _check_arguments(vllm_arguments)
     if settings.names_file:
         settings = settings.model_copy(update={"plan": str(Path(settings.plan).resolve())})
@@ -121,22 +124,49 @@ def vllm_executable() -> list[str]:
 
 
 def _split_additional_config(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The user's own ``--additional-config`` and the arguments without it."""
-    rest = list(arguments)
-    for index, argument in enumerate(rest):
-        name, equals, value = argument.partition("=")
-        if name.replace("_", "-") != _OPTION:
+    """The user's own ``--additional-config`` and the arguments without it.
+
+    vLLM takes the option in other forms too (parts, abbreviations, repetitions, a file), of which the last one given
+    wins: served like that, the plan would be dropped without a word.
+    """
+    rest, values = list(arguments), []
+    index = 0
+    while index < len(rest):
+        name, equals, value = rest[index].partition("=")
+        name = name.replace("_", "-")
+        if name == "--config":
+            _check_config_file(value if equals else next(iter(rest[index + 1 : index + 2]), ""))
+        if name == _OPTION:
+            if not equals:
+                if index + 1 >= len(rest):
+                    raise SettingsError(_OPTION, got="no value", wanted="a JSON object")
+                value = rest[index + 1]
+            values.append(value)
+            del rest[index : index + (1 if equals else 2)]
             continue
-        if not equals:
-            if index + 1 >= len(rest):
-                raise SettingsError(_OPTION, got="no value", wanted="a JSON object")
-            value = rest[index + 1]
-        del rest[index : index + (1 if equals else 2)]
-        try:
-            config = json.loads(value)
-        except ValueError:
-            config = None
-        if not isinstance(config, dict):
-            raise SettingsError(_OPTION, got=value[:80], wanted="a JSON object")
-        return config, rest
-    return {}, rest
+        if name.startswith(f"{_OPTION}.") or (name.startswith("--ad") and _OPTION.startswith(name)):
+            raise SettingsError("loopkv serve", got=name[:80], wanted=f"{_OPTION} JSON, once")
+        index += 1
+    if len(values) > 1:
+        raise SettingsError(_OPTION, got=f"given {len(values)} times", wanted="one JSON object")
+    if not values:
+        return {}, rest
+    try:
+        config = json.loads(values[0])
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise SettingsError(_OPTION, got=values[0][:80], wanted="a JSON object")
+    return config, rest
+
+
+def _check_config_file(path: str) -> None:
+    """Refuse a vLLM config file with an ``additional-config`` of its own: ours on the command line would replace it."""
+    try:
+        text = Path(path).read_text(errors="replace") if Path(path).is_file() else ""
+    except OSError:
+        return  # vLLM says what is wrong with it
+    if re.search(r"^\s*[\"']?additional[-_]config\b", text, re.MULTILINE):
+        raise SettingsError(
+            f"--config {path}", got="an additional-config in it", wanted=f"{_OPTION} JSON on the command line"
+        )
