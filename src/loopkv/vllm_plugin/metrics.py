@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import fcntl
+import logging
 import mmap
 import os
 import struct
 import tempfile
 from pathlib import Path
 
-from loopkv.errors import LoopKVError
+logger = logging.getLogger("vllm.loopkv")
 
 COUNTERS: dict[str, str] = {
     "pages_coded": "history pages coded since the start (a page of all cells counts once)",
@@ -38,16 +41,19 @@ def counters_path(instance_id: str, engine: int, rank: int) -> Path:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove the files of workers that were killed before they could."""
+    """Remove the files of workers that were killed before they could.
+
+    A living worker holds a lock on its file, which is seen from other PID namespaces too; its process number is not.
+    """
     for path in folder.glob(f"loopkv-{os.getuid()}-*.counters"):
-        with contextlib.suppress(OSError, struct.error):
-            magic, pid = _HEADER.unpack(path.read_bytes()[: _HEADER.size])
-            if magic == _MAGIC and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read(len(_MAGIC)) == _MAGIC:  # without it: not ours, or about to be locked by its owner
                 path.unlink()
 
 
 class Counters:
-    """Counters of one worker. Without a path they stay in the process.
+    """Counters of one worker. Without a path, or where no file can be made, they stay in the process.
 
     The file is created for the user alone, removed by ``close``, and by the next worker on this machine otherwise.
     """
@@ -59,18 +65,15 @@ class Counters:
         if path is None:
             return
         remove_stale(path.parent)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
         try:
-            handle = os.open(path, flags, 0o600)
+            self._map = _map_file(path)
         except OSError as problem:
-            raise LoopKVError(
-                f"counter file {path}", got=problem.strerror, wanted="a writable temporary folder"
-            ) from None
-        try:
-            os.ftruncate(handle, _BYTES)
-            self._map = mmap.mmap(handle, _BYTES)
-        finally:
-            os.close(handle)
+            logger.warning(
+                "LoopKV: no metrics from this worker: counter file %s: %s; set TMPDIR to a folder with room",
+                path,
+                problem.strerror,
+            )
+            return
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, os.getpid())
         atexit.register(self.close)
         self.flush()
@@ -91,10 +94,46 @@ class Counters:
     def close(self) -> None:
         """Remove the file."""
         if self._map is not None and self._path is not None:
-            self._map.close()
-            self._map = None
             with contextlib.suppress(OSError):
                 self._path.unlink()
+            self._map.close()
+            self._map = None
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    """A new file of ``_BYTES`` zeros, mapped and locked; the map keeps the file open, and so the lock.
+
+    Raises:
+        OSError: the folder is full or unwritable, or the name is a link or a living worker's.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # no locks on this file system: nobody else gets one either, so the file stays
+            pass
+        try:
+            os.ftruncate(handle, 0)
+            _allocate(handle)
+            return mmap.mmap(handle, _BYTES)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+    finally:
+        os.close(handle)
+
+
+def _allocate(handle: int) -> None:
+    """Give the file its blocks: a store into the hole of a sparse file kills the process when the disk is full."""
+    try:
+        os.posix_fallocate(handle, 0, _BYTES)
+    except OSError as problem:
+        if problem.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if os.pwrite(handle, bytes(_BYTES), 0) != _BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
 
 
 def read_counters(path: Path) -> dict[str, int] | None:

@@ -25,14 +25,14 @@ logger = init_logger("vllm.loopkv")
 _GAUGES = ("history_pages", "pool_blocks")
 
 
-class LoopKVCollector(Collector):
-    """Reads the workers' counters whenever Prometheus asks.
+class ServedEngine:
+    """One engine of this server and the counters of its workers.
 
     Args:
         served: the plan.
-        instance_id: of the engine.
+        instance_id: of the server.
         ranks: workers of the engine.
-        engine: label of the metrics.
+        engine: its index, the label of its metrics.
         exact_itemsize: bytes of the engine's exact dtype.
     """
 
@@ -51,33 +51,51 @@ class LoopKVCollector(Collector):
                 counters["history_pages"] = 0
         return workers
 
+
+class LoopKVCollector(Collector):
+    """Reads the workers' counters of every engine of this process whenever Prometheus asks.
+
+    One collector serves all engines, told apart by a label: a registry takes each name of a metric once.
+    """
+
+    def __init__(self) -> None:
+        self.engines: dict[int, ServedEngine] = {}
+
+    def add(self, engine: ServedEngine) -> None:
+        """Show ``engine``; it takes the place of one with its index and of those of a server that was here before."""
+        kept = {i: e for i, e in self.engines.items() if e.instance_id == engine.instance_id}
+        self.engines = {**kept, engine.engine: engine}
+
     def collect(self) -> Iterator[Metric]:
         """The metrics, all prefixed ``loopkv_``."""
-        workers, engine = self.read(), str(self.engine)
+        workers = {engine: engine.read() for engine in self.engines.values()}
         for name, text in COUNTERS.items():
             kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
             family = kind(f"loopkv_{name}", text, labels=["engine", "rank"])
-            for rank, counters in workers.items():
-                family.add_metric([engine, str(rank)], counters[name])
+            for engine, counted in workers.items():
+                for rank, counters in counted.items():
+                    family.add_metric([str(engine.engine), str(rank)], counters[name])
             yield family
         share = GaugeMetricFamily(
             "loopkv_hot_share", "hot part of the tokens V precision decided on", labels=["engine"]
         )
-        if (value := hot_share(workers)) is not None:
-            share.add_metric([engine], value)
-        yield share
-        plan = self.served.plan
         info = GaugeMetricFamily(
             "loopkv_plan_info", "the plan being served", labels=["engine", "plan", "sha256", "prefill", "seed"]
         )
-        info.add_metric([engine, plan.name, plan.sha256, self.served.prefill, self.served.seed], 1)
-        yield info
-        for what, value in (("stored", self.footprint.stored_bytes), ("read", self.footprint.read_bytes)):
-            gauge = GaugeMetricFamily(
+        sizes = {
+            what: GaugeMetricFamily(
                 f"loopkv_{what}_bytes_per_token", f"history bytes {what} per token, all cells", labels=["engine"]
             )
-            gauge.add_metric([engine], value)
-            yield gauge
+            for what in ("stored", "read")
+        }
+        for engine, counted in workers.items():
+            label, served = str(engine.engine), engine.served
+            if (value := hot_share(counted)) is not None:
+                share.add_metric([label], value)
+            info.add_metric([label, served.plan.name, served.plan.sha256, served.prefill, served.seed], 1)
+            sizes["stored"].add_metric([label], engine.footprint.stored_bytes)
+            sizes["read"].add_metric([label], engine.footprint.read_bytes)
+        yield from (share, info, *sizes.values())
 
 
 def hot_share(workers: dict[int, dict[str, int]]) -> float | None:
@@ -89,21 +107,21 @@ def hot_share(workers: dict[int, dict[str, int]]) -> float | None:
 class LoopKVStatLogger(StatLoggerBase):
     """One per engine; without a plan it does nothing."""
 
-    _registered: dict[int, LoopKVCollector] = {}  # noqa: RUF012 - shared on purpose: one collector per engine label
+    _collector: LoopKVCollector | None = None  # of this process: shared by all engines
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         served = get_served(vllm_config)
-        self.collector: LoopKVCollector | None = None
+        self.engine: ServedEngine | None = None
         if served is None:
             return
         ranks = vllm_config.parallel_config.world_size
         dtype: Any = vllm_config.model_config.dtype
-        self.collector = LoopKVCollector(served, vllm_config.instance_id, ranks, engine_index, dtype.itemsize)
-        previous = self._registered.pop(engine_index, None)
-        if previous is not None:  # an engine started anew in this process
-            REGISTRY.unregister(previous)
-        REGISTRY.register(self.collector)
-        self._registered[engine_index] = self.collector
+        self.engine = ServedEngine(served, vllm_config.instance_id, ranks, engine_index, dtype.itemsize)
+        if LoopKVStatLogger._collector is None:
+            collector = LoopKVCollector()
+            REGISTRY.register(collector)
+            LoopKVStatLogger._collector = collector
+        LoopKVStatLogger._collector.add(self.engine)
 
     def record(
         self,
@@ -113,25 +131,25 @@ class LoopKVStatLogger(StatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         """Of vLLM's own statistics only whether anything runs is needed: the workers count the rest."""
-        if self.collector is not None and scheduler_stats is not None:
-            self.collector.running = scheduler_stats.num_running_reqs > 0
+        if self.engine is not None and scheduler_stats is not None:
+            self.engine.running = scheduler_stats.num_running_reqs > 0
 
     def log_engine_initialized(self) -> None:
         """The start-up line comes from the worker, which knows the pool."""
 
     def log(self) -> None:
         """One line beside vLLM's."""
-        if self.collector is None:
+        if self.engine is None:
             return
-        workers = self.collector.read()
+        workers = self.engine.read()
         if not workers:
             return
         first = workers[min(workers)]
         share = hot_share(workers)
         logger.info(
             "Engine %03d: LoopKV plan %s, history pages in use: %d, pages coded: %d, hot share: %s, clamped values: %d",
-            self.collector.engine,
-            self.collector.served.plan.name,
+            self.engine.engine,
+            self.engine.served.plan.name,
             first["history_pages"],
             first["pages_coded"],
             "-" if share is None else f"{share:.1%}",
