@@ -50,6 +50,8 @@ def register(app: typer.Typer) -> None:
         result = run_demo(settings, say=lambda line: typer.echo(line, err=True), progress=progress)
         out = console()
         out.print(plan_table(result))
+        for line in result.report.budgets:
+            out.print(line, soft_wrap=False)
         if result.asked:
             out.print(answer_table(result))
         typer.echo(f"report: {result.page}\nsummary: {result.page.with_name('summary.json')}")

@@ -58,6 +58,7 @@ def add(group: typer.Typer) -> None:
         from loopkv.eval.additivity import study_additivity, study_records
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
         from loopkv.profiler import load_documents
+        from loopkv.profiler.journal import going_on
         from loopkv.records import append_records
 
         limits = _budgets(budgets)
@@ -76,7 +77,7 @@ def add(group: typer.Typer) -> None:
             max_tokens=min(max_tokens, looped.max_positions),
             limit=count + unseen,
         ).documents
-        with progress("additivity") as report:
+        with going_on(kept, lambda line: typer.echo(line, err=True)), progress("additivity") as report:
             study = study_additivity(
                 looped,
                 fingerprint,

@@ -64,13 +64,14 @@ def add(group: typer.Typer) -> None:
         from loopkv.eval.task_items import reference_items
         from loopkv.eval.tasks import evaluate_tasks, task_records
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
+        from loopkv.profiler.journal import going_on
         from loopkv.records import append_records
 
         folder = model or reference.model_folder()
         items = reference_items(task, tuple(length or (1000,)), items_per_task)
         fingerprint = fingerprint_model(folder)
         chosen = [load_or_name(plan, fingerprint)[0] for plan in plans or []]
-        with progress("tasks") as report:
+        with going_on(journal, lambda line: typer.echo(line, err=True)), progress("tasks") as report:
             scores = evaluate_tasks(
                 load_model(folder, device=resolve_device(device)),
                 load_tokenizer(folder),

@@ -69,6 +69,7 @@ def register(app: typer.Typer) -> None:
         from loopkv.errors import LoopKVError
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
         from loopkv.profiler import measure as measure_plans
+        from loopkv.profiler.journal import going_on
         from loopkv.profiler.measuring import measurement_records
         from loopkv.records import append_records
 
@@ -85,7 +86,7 @@ def register(app: typer.Typer) -> None:
         looped = load_model(model, device=resolve_device(device))
         request = Request(documents, prompts, skip, limit, max_tokens, seed)
         chosen = collect(request, looped, load_tokenizer(model), policies.pop())
-        with progress("measure") as report:
+        with going_on(journal, lambda line: typer.echo(line, err=True)), progress("measure") as report:
             results = measure_plans(
                 looped,
                 fingerprint,

@@ -58,7 +58,8 @@ def register(app: typer.Typer) -> None:
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
         from loopkv.policy import DEFAULT_POLICY
         from loopkv.profiler import profile as measure_profile
-        from loopkv.profiler.profiling import profile_records
+        from loopkv.profiler.journal import count_kept, going_on
+        from loopkv.profiler.profiling import profile_key, profile_records
         from loopkv.records import append_records
 
         check_documents_file(documents)
@@ -68,10 +69,14 @@ def register(app: typer.Typer) -> None:
         request = Request(documents, prompts, skip, limit, max_tokens, seed)
         chosen = collect(request, looped, tokenizer, DEFAULT_POLICY)
         journal = output.with_name(output.name + ".journal")
-        with progress("profile") as report:
+        fingerprint = fingerprint_model(model)
+        kept = 0 if restart else count_kept(journal, profile_key(fingerprint, chosen, DEFAULT_POLICY))
+        if kept:
+            typer.echo(f"resuming: {kept:,} measurements found in {journal}", err=True)
+        with going_on(journal, lambda line: typer.echo(line, err=True)), progress("profile") as report:
             made = measure_profile(
                 looped,
-                fingerprint_model(model),
+                fingerprint,
                 chosen,
                 journal=journal,
                 restart=restart,

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from loopkv import reference
 from loopkv.artifacts import Plan, Profile
+from loopkv.artifacts.storage import check_replaces
+from loopkv.demo.commands import demo_command, profile_command, report_commands
 from loopkv.demo.plans import DemoPlans, check_loops, choose_plans
 from loopkv.demo.scores import task_scores
 from loopkv.demo.serving import CPU_ENGINE_ENVIRONMENT, Answer, serve
@@ -26,8 +28,8 @@ from loopkv.models import fingerprint_model, load_model, load_tokenizer
 from loopkv.paths import check_output_file, check_output_folder
 from loopkv.policy import DEFAULT_POLICY
 from loopkv.profiler import load_documents, measure, profile
-from loopkv.profiler.journal import belongs_to
-from loopkv.profiler.profiling import profile_key
+from loopkv.profiler.journal import belongs_to, count_kept, going_on
+from loopkv.profiler.profiling import is_profile_of, profile_key
 from loopkv.records import Record, package_versions, read_records
 from loopkv.report.demo import (
     DemoReport,
@@ -59,6 +61,7 @@ OUTPUT_FILES = (
     "report.html",
     "summary.json",
 )
+PLAN_FILES = ("loopkv-r.json", "loopkv-m.json")
 SERVING_PACKAGES = ("vllm", "openai")
 
 Progress = Callable[[str], AbstractContextManager[Callable[[float, float, str], None]]]
@@ -139,7 +142,9 @@ def run_demo(settings: DemoSettings, *, say: Say, progress: Progress) -> DemoRes
             max_tokens=settings.max_tokens,
             limit=settings.limit,
         ).documents
-        made = _profile(model, fingerprint, documents, output / "profile.json", progress)
+        made, reused = _profile(model, fingerprint, documents, output / "profile.json", say, progress)
+    if reused:  # the figure is what the profile took, not what reading it took
+        stages.seconds["profile_s"] = float(made.provenance.get("seconds", stages.seconds["profile_s"]))
     with stages.stage("plan_s", "plan: the exact knapsack, its whole frontier, and hand-made plans beside it"):
         plans = choose_plans(made)
         for plan in (plans.read, plans.memory):
@@ -175,6 +180,9 @@ def run_demo(settings: DemoSettings, *, say: Say, progress: Progress) -> DemoRes
             samples=samples,
             request_bytes=_request_bytes(shown),
             versions=package_versions(),
+            budgets=plans.budgets,
+            facts=(("Profile", "of an earlier run with the same model and documents"),) if reused else (),
+            commands=_commands(settings, folder, shown),
         )
         page = write_demo_report(report, output)
     return DemoResult(report, page, asked)
@@ -186,6 +194,9 @@ def _check_settings(settings: DemoSettings) -> list[Record]:
     settings.output.mkdir(parents=True, exist_ok=True)
     for name in OUTPUT_FILES:
         check_output_file(settings.output / name)
+    check_replaces(settings.output / "profile.json", "profile")
+    for name in PLAN_FILES:
+        check_replaces(settings.output / name, "plan")
     if settings.serve:
         for package in SERVING_PACKAGES:
             if importlib.util.find_spec(package) is None:
@@ -194,17 +205,54 @@ def _check_settings(settings: DemoSettings) -> list[Record]:
 
 
 def _profile(
-    model: LoopedModel, fingerprint: Fingerprint, documents: Sequence[Document], path: Path, progress: Progress
-) -> Profile:
+    model: LoopedModel,
+    fingerprint: Fingerprint,
+    documents: Sequence[Document],
+    path: Path,
+    say: Say,
+    progress: Progress,
+) -> tuple[Profile, bool]:
+    """The profile, and whether it is a finished one of an earlier run in this folder."""
     journal = path.with_name(path.name + ".journal")
     check_loops(fingerprint)
+    if (found := _finished(path)) is not None and is_profile_of(found, fingerprint, documents, DEFAULT_POLICY):
+        say(f"      {path} is of this model, these documents and settings: it is used again")
+        return found, True
     # A run with other documents may have been interrupted in this folder: the demo does not go on from that.
-    restart = not belongs_to(journal, profile_key(fingerprint, documents, DEFAULT_POLICY))
-    with progress("profile") as report:
+    key = profile_key(fingerprint, documents, DEFAULT_POLICY)
+    restart = not belongs_to(journal, key)
+    if kept := count_kept(journal, key):
+        say(f"      resuming: {kept:,} measurements found in {journal}")
+    with going_on(journal, say), progress("profile") as report:
         made = profile(model, fingerprint, documents, journal=journal, restart=restart, on_progress=report)
     made.save(path)
     journal.unlink(missing_ok=True)
-    return made
+    return made, False
+
+
+def _finished(path: Path) -> Profile | None:
+    """The profile in ``path``; None where there is none, or a broken one, which is replaced."""
+    try:
+        return Profile.load(path) if path.is_file() else None
+    except LoopKVError:
+        return None
+
+
+def _commands(settings: DemoSettings, folder: Path, plans: Sequence[Plan]) -> dict[str, str]:
+    """Command lines of this run for the report."""
+    path = settings.output / "profile.json"
+    documents = settings.documents or reference.heldout_path()
+    remake = demo_command(
+        settings.output,
+        model=settings.model,
+        documents=settings.documents,
+        limit=settings.limit,
+        max_tokens=settings.max_tokens,
+        task_records=settings.task_records,
+        serve=settings.serve,
+    )
+    profiling = profile_command(folder, documents, settings.limit, settings.max_tokens, path)
+    return report_commands(remake, profiling, path, plans)
 
 
 def _measure(

@@ -25,6 +25,7 @@ class DemoPlans:
         read, memory: LoopKV-R and LoopKV-M.
         hand_made: the paper's hand-made plans.
         random: drawn by seed, to test the prediction on plans that nobody chose.
+        budgets: what ``read`` and ``memory`` were asked for, one sentence each.
     """
 
     frontier: Frontier
@@ -32,6 +33,7 @@ class DemoPlans:
     memory: Plan
     hand_made: tuple[Plan, ...]
     random: tuple[Plan, ...]
+    budgets: tuple[str, ...]
 
 
 def check_loops(fingerprint: Fingerprint) -> None:
@@ -53,11 +55,39 @@ def choose_plans(profile: Profile) -> DemoPlans:
     uniform = named_plan("kivi4", fingerprint, profile=profile)
     stored = int(MEMORY_STORED_SHARE * uniform.footprint.stored_bytes)
     least = table.damage_nats[table.stored_bytes <= stored].min()
-    damage = max(MEMORY_DAMAGE_SHARES * profile.kl_share, MEMORY_DAMAGE_MARGIN * float(least))
+    share = profile.kl_share
+    damage = max(MEMORY_DAMAGE_SHARES * share, MEMORY_DAMAGE_MARGIN * float(least))
     return DemoPlans(
         frontier=table,
         read=table.plan(Budget(goal="read", max_damage_nats=READ_DAMAGE_SHARES * profile.kl_share)),
         memory=table.plan(Budget(goal="memory", max_damage_nats=damage, max_stored_bytes=stored)),
         hand_made=tuple(named_plan(name, fingerprint, profile=profile) for name in HAND_MADE),
         random=tuple(named_plan(name, fingerprint, profile=profile) for name in RANDOM),
+        budgets=told_budgets(share, stored, float(least)),
+    )
+
+
+def told_budgets(kl_share_nats: float, stored_bytes: int, least_nats: float) -> tuple[str, str]:
+    """What the two planned plans were asked for; says so where the memory plan's damage budget was widened.
+
+    Args:
+        kl_share_nats: the unit, of this model.
+        stored_bytes: LoopKV-M's storage budget per history token.
+        least_nats: least damage of any plan within it.
+    """
+    paper = MEMORY_DAMAGE_SHARES * kl_share_nats
+    wide = MEMORY_DAMAGE_MARGIN * least_nats
+    read = READ_DAMAGE_SHARES * kl_share_nats
+    memory = f"loopkv-m: fewest bytes read within {stored_bytes:,} B stored and a damage of "
+    if wide > paper:
+        memory += (
+            f"{wide:.3g} nats ({wide / kl_share_nats:.3g} KL_share): widened to {MEMORY_DAMAGE_MARGIN:g} x the least "
+            f"that these bytes allow from the paper's {MEMORY_DAMAGE_SHARES:g} KL_share ({paper:.3g} nats), "
+            f"{'which no plan meets' if least_nats > paper else 'which is too near it'}."
+        )
+    else:
+        memory += f"{paper:.3g} nats ({MEMORY_DAMAGE_SHARES:g} KL_share)."
+    return (
+        f"loopkv-r: fewest bytes read within a damage of {read:.3g} nats ({READ_DAMAGE_SHARES:g} KL_share).",
+        memory,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -132,6 +134,25 @@ def belongs_to(path: Path, key: str) -> bool:
     except ValueError:
         return not first
     return isinstance(header, dict) and header.get("key") == key
+
+
+def count_kept(path: Path, key: str) -> int:
+    """How many results of the run with this key ``path`` holds (0 where there is no such journal)."""
+    if not path.is_file() or not belongs_to(path, key):
+        return 0
+    with path.open("rb") as file:
+        return max(0, sum(line.endswith(b"\n") for line in file) - 1)
+
+
+@contextlib.contextmanager
+def going_on(path: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Where the body is interrupted, say how to go on: the same command reads ``path`` (None: it has no journal)."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if path is not None and path.is_file():
+            say(f"measurements so far are kept in {path}: the same command goes on from there")
+        raise
 
 
 def _begins_like_a_journal(data: bytes) -> bool:

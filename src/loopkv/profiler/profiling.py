@@ -76,6 +76,17 @@ def profile_key(fingerprint: Fingerprint, documents: Sequence[Document], policy:
     )
 
 
+def is_profile_of(made: Profile, fingerprint: Fingerprint, documents: Sequence[Document], policy: Policy) -> bool:
+    """Whether measuring this model on these documents would give ``made`` again (see ``profile_key``)."""
+    return (
+        made.fingerprint == fingerprint
+        and made.policy == policy
+        and [info.sha256 for info in made.documents] == [document.sha256 for document in documents]
+        and set(made.damage_nats) == {run.option for run in variants(fingerprint.geometry)} - {KL_SHARE}
+        and made.provenance.get("measurement", 1) == MEASUREMENT_VERSION
+    )
+
+
 def profile(
     model: LoopedModel,
     fingerprint: Fingerprint,
@@ -169,6 +180,7 @@ def profile(
         if share_run is None
         else tuple(found[_name(share_run, i)][0] for i in range(len(documents))),
         provenance={
+            "measurement": MEASUREMENT_VERSION,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": model.device.type,
             "batch_documents": max(len(batch) for batch in batches),

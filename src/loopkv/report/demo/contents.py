@@ -22,7 +22,7 @@ COMMANDS: dict[str, str] = {
     "capacity": "loopkv demo",
     "generate": "loopkv demo",
 }
-"""Verb behind each group of figures; a run gives its own command lines in ``DemoReport.commands`` (a plan's by name)."""
+"""Verb behind each group of figures; a run gives its command lines in ``DemoReport.commands`` (a plan's by name)."""
 
 
 @dataclass(frozen=True, slots=True)

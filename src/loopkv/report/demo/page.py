@@ -68,5 +68,5 @@ def demo_page(report: DemoReport) -> Page:
         ),
         facts=(*facts, *report.facts),
         sections=tuple(section for section in sections if section is not None),
-        footer="The command below a figure remakes it, run where the demo was run. Damage is fp32 KL in nats per token.",
+        footer="The command below a figure remakes it, run where the demo ran. Damage is fp32 KL in nats per token.",
     )
