@@ -48,7 +48,7 @@ def test_one_rung_of_stock_vllm_and_a_plan(tmp_path: Path, monkeypatch: pytest.M
     assert done.exit_code == 0, done.output
     records = list(read_records([output]))
     cells = [r for r in records if r.what == "slo.cell"]
-    assert [cell.settings["arm"] for cell in cells] == ["bf16-stock", "m"]
+    assert [cell.settings["arm"] for cell in cells] == ["stock", "m"]
     assert [cell.plan_sha256 is None for cell in cells] == [True, False]
     for cell in cells:
         rows = cell.settings["requests"]

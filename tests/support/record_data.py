@@ -91,7 +91,7 @@ def slo_records() -> list[Record]:
     records.append(record("slo.capacity_ratio", 1.83, "x", ratio, seed=101))
     failing = {**base, "arm": "bf16", "lowest_rate": 0.04, "highest_rate": 0.14, "no_rung_failed": False}
     records.append(record("slo.capacity", None, "req/s", failing, seed=101))
-    tau0 = {"arm": "bf16-stock", "tau0_rule": "short", "context_tokens": 2606, "workload": "abcdef123456"}
+    tau0 = {"arm": "stock", "tau0_rule": "short", "context_tokens": 2606, "workload": "abcdef123456"}
     records.append(record("slo.tau0_ms", 18.6, "ms", tau0))
     return records
 

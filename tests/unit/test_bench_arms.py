@@ -20,7 +20,7 @@ IDENTITY = Fingerprint(name="tiny", geometry=TINY)
 @pytest.mark.parametrize(
     ("text", "arm"),
     [
-        ("stock", EngineArm("bf16-stock", "stock", None)),
+        ("stock", EngineArm("stock", "stock", None)),
         ("bf16=stock", EngineArm("bf16", "stock", None)),
         ("stock:fp8", EngineArm("fp8", "stock:fp8", None, "fp8")),
         ("kivi4", EngineArm("kivi4", "kivi4", "kivi4")),
@@ -91,7 +91,7 @@ def test_plans_are_checked_against_the_model(tmp_path: Path) -> None:
 
 
 def test_simulated_caches_of_arms() -> None:
-    assert cache_arm(parse_arm("stock"), IDENTITY, 100).name == "bf16-stock"
+    assert cache_arm(parse_arm("stock"), IDENTITY, 100).name == "stock"
     assert cache_arm(parse_arm("stock:fp8"), IDENTITY, 100).read_bytes[1] == 12_288
     assert cache_arm(parse_arm("kivi4-share3"), IDENTITY, 100).chunk_tokens == 256
     assert cache_arm(parse_arm("kivi4-share3,prefill=fast"), IDENTITY, 100).chunk_tokens is None

@@ -118,7 +118,7 @@ def test_a_finished_file_starts_no_process(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(decode.subprocess, "Popen", None)
     said: list[str] = []
     records = run_decode(one, said.append)
-    assert len(records) == 2 and said == ["bf16-stock: nothing missing"]
+    assert len(records) == 2 and said == ["stock: nothing missing"]
 
 
 def test_an_arm_that_dies_leaves_a_record_and_the_next_one_runs(
@@ -127,7 +127,7 @@ def test_an_arm_that_dies_leaves_a_record_and_the_next_one_runs(
     monkeypatch.setattr(decode, "WORKER", "loopkv.no_such_module")
     said: list[str] = []
     records = run_decode(settings(tmp_path), said.append)
-    assert [r.settings["arm"] for r in records] == ["bf16-stock", "kivi4"]
+    assert [r.settings["arm"] for r in records] == ["stock", "kivi4"]
     assert all(r.what == "decode.refused" and r.value is None for r in records)
     assert all("no_such_module" in r.settings["reason"] for r in records)
 

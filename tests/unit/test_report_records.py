@@ -17,6 +17,7 @@ from loopkv.errors import LoopKVError
 from loopkv.record_kinds import RECORD_KINDS
 from loopkv.records import Record, append_records
 from loopkv.report import write_records_report
+from loopkv.report.figure import to_svg
 from loopkv.report.from_records import DRAWN_KINDS, FOLDED_KINDS, problem, records_page
 from loopkv.report.page import Table
 from loopkv.report.sections.common import report_command
@@ -270,3 +271,35 @@ def test_more_measurements_show_no_raw_lists() -> None:
     (table,) = (t for t in tables(records_page([record("quality.kl_share_nats", 1e-4, "nats", settings)])).values()
                 if t.title == "quality.kl_share_nats")  # fmt: skip
     assert table.rows[0][0] == "1.7e-4 to 3.7e-4"
+
+
+def test_parts_of_a_step_beyond_the_colours_are_summed() -> None:
+    rows = [
+        record(
+            "decode.component_us",
+            1000.0 * (n + 1),
+            "us",
+            {"arm": "x", "context_tokens": 8192, "batch": 1, "component": f"part {n}"},
+        )
+        for n in range(9)
+    ]
+    (figure,) = (f for f in records_page(rows).figures if f.key.startswith("breakdown"))
+    svg = to_svg(figure.drawing, "", "f")
+    # 9 parts, 7 colours: the six largest (9, 8 ... 4 ms) and the sum of 1, 2 and 3 ms
+    assert "part 8" in svg and "part 3" in svg and "part 2" not in svg and "all else" in svg
+    assert figure.data is not None and len(figure.data.columns) == 11  # the numbers name all of them
+
+
+def test_a_refused_row_says_where_and_why() -> None:
+    settings = {"arm": "m", "context_tokens": 8192, "slot": "peak", "reason": "requests that ended early"}
+    table = tables(records_page([record("decode.refused", None, "", settings)]))["Rows that could not run"]
+    assert table.rows == (("m", "8,192", "peak", "requests that ended early"),)
+
+
+def test_an_unlabelled_stock_arm_is_the_baseline() -> None:
+    rows = [
+        record("decode.step_ms", ms, "ms", {"arm": arm, "context_tokens": 8192, "batch": 1})
+        for arm, ms in (("kivi4", 10.0), ("stock", 20.0))
+    ]
+    table = next(t for title, t in tables(records_page(rows)).items() if title.startswith("Decode at"))
+    assert [row[table.columns.index("x stock")] for row in table.rows] == ["2.00x", "1.00x"]

@@ -112,7 +112,7 @@ def parse_arm(text: str) -> EngineArm:
     if stock and colon and not dtype:
         raise LoopKVError("arm", got=repr(text)[:80], wanted="a cache dtype after 'stock:'")
     if not equals:
-        label = (dtype or "bf16-stock") if stock else Path(spec).stem if spec.endswith(".json") else spec
+        label = (dtype or STOCK) if stock else Path(spec).stem if spec.endswith(".json") else spec
     options: dict[str, str] = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")

@@ -67,7 +67,7 @@ class CacheArm:
         return residency.history_blocks(tokens) + window
 
 
-def stock_arm(geometry: Geometry, max_tokens: int, *, name: str = "bf16-stock", element_bytes: float = 2.0) -> CacheArm:
+def stock_arm(geometry: Geometry, max_tokens: int, *, name: str = "stock", element_bytes: float = 2.0) -> CacheArm:
     """vLLM's own cache: every token of every cell in ``element_bytes`` bytes an element (2 for BF16, 1 for FP8)."""
     _check_tokens(max_tokens)
     exact = plan_footprint(geometry, [BF16] * len(geometry.cells), DEFAULT_POLICY).stored_bytes

@@ -52,7 +52,7 @@ CALIBRATION_SHARES = (0.05, 0.35, 0.65, 0.95)
 CALIBRATION_OUTPUT_TOKENS = 64
 CALIBRATION_REPEATS = 2
 TAIL_TAU0 = 1.5
-STOCK_LABEL = "bf16-stock"
+STOCK_LABEL = "stock"
 SCORE_KINDS = ("slo.attainment", "slo.capacity", "slo.capacity_ratio")
 Say = Callable[[str], None]
 

@@ -13,6 +13,8 @@ from loopkv.report.theme import Theme
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+NARROW_IN = 3.6  # a narrower drawing shrinks less on a phone: its letters stay larger
+
 
 def bars(
     names: Sequence[str],
@@ -43,14 +45,14 @@ def bars(
             axes.figure.legend(loc="outside lower center", ncols=2)
 
     legend_in = 0.17 * math.ceil(len(parts) / 2) if len(parts) > 1 else 0.0
-    width_in = _width_in(names)
+    width_in = _width_in(names, NARROW_IN if len(parts) == 1 else WIDTH_IN)  # a legend needs the wider one
     return Drawing(width_in, 0.9 + 0.3 * len(names) + legend_in, draw, scrolls=width_in > WIDTH_IN)
 
 
-def _width_in(names: Sequence[str]) -> float:
+def _width_in(names: Sequence[str], least_in: float) -> float:
     """Width at which the plot keeps 2 inches beside its longest name (8 points, about 0.075 inches a letter)."""
     longest = max((len(line) for name in names for line in name.split("\n")), default=0)
-    return max(WIDTH_IN, 2.0 + 0.075 * longest)
+    return max(least_in, 2.0 + 0.075 * longest)
 
 
 def intervals(
@@ -92,5 +94,5 @@ def intervals(
             axes.figure.legend(loc="outside lower center", ncols=2)
 
     height = 0.9 + len(names) * max(0.3, 0.13 * len(series)) + 0.17 * math.ceil(len(series) / 2)
-    width_in = _width_in(names)
+    width_in = _width_in(names, WIDTH_IN)
     return Drawing(width_in, height, draw, scrolls=width_in > WIDTH_IN)

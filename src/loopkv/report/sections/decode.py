@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loopkv.errors import LoopKVError
 from loopkv.records import Record
@@ -318,6 +318,8 @@ def _fit_table(rows: Sequence[Record], arms: Sequence[str], where: str) -> Table
 def _breakdown(records: Sequence[Record]) -> list[Figure]:
     figures = []
     rows = of_kind(records, "decode.component_us")
+    named = grouped(rows, lambda r: text(r, "component"))
+    sizes = {name: sum(float(r.value or 0) for r in group) for name, group in named.items()}  # one order on the page
     for (model, hardware, context), group in grouped(
         rows, lambda r: (r.model or "", r.hardware, int(r.settings["context_tokens"]))
     ).items():
@@ -330,7 +332,7 @@ def _breakdown(records: Sequence[Record]) -> list[Figure]:
         parts = [(name, [at.get((*cell, name), 0.0) for cell in cells]) for name in components]
         totals = [sum(widths[i] for _, widths in parts) for i in range(len(cells))]
         names = [f"{arm}, batch {batch}" for arm, batch in cells]
-        shown = _largest(parts)
+        shown = _largest(parts, sizes)
         figures.append(
             Figure(
                 key=slug("breakdown", model, hardware, context),
@@ -352,9 +354,9 @@ def _breakdown(records: Sequence[Record]) -> list[Figure]:
     return figures
 
 
-def _largest(parts: Sequence[tuple[str, list[float]]]) -> list[tuple[str, list[float]]]:
-    """The parts in order of size, all beyond the theme's colours summed up: no two parts of a bar look alike."""
-    order = sorted(parts, key=lambda part: -sum(part[1]))
+def _largest(parts: Sequence[tuple[str, list[float]]], sizes: Mapping[str, float]) -> list[tuple[str, list[float]]]:
+    """The parts in order of ``sizes``, all beyond the theme's colours summed up: no two parts of a bar look alike."""
+    order = sorted(parts, key=lambda part: -sizes[part[0]])
     if len(order) <= DRAWN_PARTS:
         return order
     rest = order[DRAWN_PARTS - 1 :]
