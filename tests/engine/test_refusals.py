@@ -88,6 +88,21 @@ def test_without_settings_nothing_changes():
     assert get_served(config) is None and not config.additional_config
 
 
+def test_a_setting_that_no_class_of_ours_reads_stops_the_start(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder() / name, tmp_path / name)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "vocab_size": 512}
+    config |= {"intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    other = {"model": str(tmp_path), "load_format": "dummy", "max_model_len": 512}
+    assert "architecture, got LlamaForCausalLM, wanted OuroForCausalLM" in refusal({"plan": "kivi4"}, **other)
+    assert "did you mean 'plan'?" in refusal({"plans": "kivi4"}, SettingsError, **other)
+    with pytest.raises(SettingsError, match="got 'Loopkv', wanted 'loopkv'"):
+        configure(None, additional_config={"Loopkv": {"plan": "kivi4"}}, **other)
+    for config in (configure(None, **other), configure(None, additional_config={"other": 1}, **other)):
+        assert get_served(config) is None
+
+
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 5e4, "original_max_position_embeddings": 8192}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 OFFLOAD = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -225,7 +240,7 @@ def test_another_vllm_series(monkeypatch):
 
 
 def test_registering_twice_changes_nothing():
-    from vllm.config import CompilationConfig
+    from vllm.config import CompilationConfig, VllmConfig
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     from loopkv.vllm_plugin.cells import register_attend_op
@@ -233,6 +248,9 @@ def test_registering_twice_changes_nothing():
     register()
     register()
     register_attend_op()
+    once = VllmConfig.try_verify_and_update_config
+    register()
+    assert VllmConfig.try_verify_and_update_config is once
     assert CompilationConfig._attention_ops.count("vllm::loopkv_attend") == 1
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
 

@@ -58,6 +58,19 @@ def test_a_plan_is_a_file_or_a_name(plan, is_file):
     assert ServeSettings(plan=plan).names_file is is_file
 
 
+@pytest.mark.parametrize("key", ["Loopkv", "loop_kv", "loop-kv", "LOOPKV", "lookpv", "loopvk", "lopkv", "loopkvs"])
+def test_a_misspelt_key_is_not_ignored(key):
+    for config in ({key: {"plan": "kivi4"}}, {"loopkv": {"plan": "kivi4"}, key: 1}):
+        with pytest.raises(SettingsError) as caught:
+            read_settings(config)
+        assert str(caught.value).startswith(f"additional_config: unknown key, got {key!r}, wanted 'loopkv'")
+
+
+@pytest.mark.parametrize("key", ["loopkv_served", "loop", "kv", "lookup", "kv_loop", "loops", 7, "x" * 10_000])
+def test_other_keys_of_an_additional_config_are_none_of_ours(key):
+    assert read_settings({key: {"plan": "kivi4"}}) is None
+
+
 @needs_vllm
 def test_the_command_is_what_a_user_could_type(monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)

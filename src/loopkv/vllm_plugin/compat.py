@@ -5,7 +5,10 @@ Each entry says which upstream symbol it leans on and when it can go.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+from collections.abc import Callable
+from typing import Any
 
 from loopkv.errors import UnsupportedError
 
@@ -61,3 +64,24 @@ def set_model_hook(architecture: str, hook: type) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     MODELS_CONFIG_MAP[architecture] = hook
+
+
+def check_every_config(check: Callable[[Any], None]) -> None:
+    """Run ``check(vllm_config)`` after the model hooks of every engine config, whatever its model. Idempotent.
+
+    Upstream: ``VllmConfig.try_verify_and_update_config`` (vllm/config/vllm.py), which calls a hook by architecture
+    alone; remove when vLLM lets a plugin check its own part of ``additional_config``.
+    """
+    from vllm.config import VllmConfig
+
+    verify = VllmConfig.try_verify_and_update_config
+    if getattr(verify, "checked_by_loopkv", False):
+        return
+
+    @functools.wraps(verify)
+    def verify_and_check(vllm_config: Any) -> None:
+        verify(vllm_config)
+        check(vllm_config)
+
+    verify_and_check.checked_by_loopkv = True  # type: ignore[attr-defined]
+    VllmConfig.try_verify_and_update_config = verify_and_check

@@ -18,7 +18,8 @@ from loopkv.artifacts import Fingerprint, Plan
 from loopkv.errors import UnsupportedError
 from loopkv.vllm_plugin.compat import check_vllm_version
 from loopkv.vllm_plugin.operators import check_device
-from loopkv.vllm_plugin.served import ServedPlan, lay_out_for_worker, load_plan, put_served
+from loopkv.vllm_plugin.register import ARCHITECTURE, BACKEND_CLASS
+from loopkv.vllm_plugin.served import ServedPlan, get_served, lay_out_for_worker, load_plan, put_served
 from loopkv.vllm_plugin.settings import ServeSettings, read_settings
 
 if TYPE_CHECKING:
@@ -50,6 +51,25 @@ class LoopKVConfigHook(VerifyAndUpdateConfig):
         put_served(vllm_config, ServedPlan(plan=plan, prefill=settings.prefill, seed=settings.seed, chunk_tokens=cap))
 
 
+def check_setting_was_taken(vllm_config: VllmConfig) -> None:
+    """Refuse a ``loopkv`` setting that no hook has read: vLLM calls ours for one architecture alone.
+
+    Raises:
+        UnsupportedError: a model that no class of this package serves.
+        SettingsError: a misspelt ``loopkv``.
+    """
+    model = vllm_config.model_config
+    if model is None or read_settings(vllm_config.additional_config) is None:
+        return
+    if get_served(vllm_config) is None:
+        raise UnsupportedError(
+            f"a LoopKV plan for {model.model}: architecture",
+            got=model.architecture,
+            wanted=ARCHITECTURE,
+            hint="drop the loopkv setting to serve this model with vLLM's own cache",
+        )
+
+
 def limit_chunks(vllm_config: VllmConfig, exact_tokens: int, shares: bool, settings: ServeSettings) -> int:
     """Cap the new tokens of one request and step where the plan needs it; returns the cap that holds.
 
@@ -71,8 +91,6 @@ def limit_chunks(vllm_config: VllmConfig, exact_tokens: int, shares: bool, setti
 def check_backend_claim() -> None:
     """Refuse to start beside another plugin that took the CUSTOM attention backend."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    from loopkv.vllm_plugin.register import BACKEND_CLASS
 
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, BACKEND_CLASS)

@@ -9,13 +9,11 @@ from pydantic import BaseModel, ConfigDict
 
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.layout import Layout, lay_out
-from loopkv.vllm_plugin.settings import ServeSettings
+from loopkv.vllm_plugin.settings import SERVED_KEY, ServeSettings
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-
-SERVED_KEY = "loopkv_served"
 
 
 class ServedPlan(BaseModel):

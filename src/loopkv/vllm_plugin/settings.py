@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from loopkv.errors import LoopKVError
 
 SETTINGS_KEY = "loopkv"
+SERVED_KEY = "loopkv_served"  # what the settings became, for the processes of the engine
 
 
 class SettingsError(LoopKVError):
@@ -50,7 +52,14 @@ def read_settings(additional_config: object) -> ServeSettings | None:
     Raises:
         SettingsError: anything but a well-formed settings object; a near name is suggested.
     """
-    if not isinstance(additional_config, Mapping) or SETTINGS_KEY not in additional_config:
+    if not isinstance(additional_config, Mapping):
+        return None
+    for key in additional_config:
+        if key not in (SETTINGS_KEY, SERVED_KEY) and _is_near(str(key)):
+            raise SettingsError(
+                "additional_config: unknown key", got=repr(key)[:80], wanted=repr(SETTINGS_KEY), hint="rename the key"
+            )
+    if SETTINGS_KEY not in additional_config:
         return None
     data: Any = additional_config[SETTINGS_KEY]
     where = f"additional_config[{SETTINGS_KEY!r}]"
@@ -74,3 +83,9 @@ def read_settings(additional_config: object) -> ServeSettings | None:
         first = problem.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         raise SettingsError(f"{where}: {field}", got=repr(first["input"])[:80], wanted=first["msg"]) from None
+
+
+def _is_near(key: str) -> bool:
+    """Whether a key of ``additional_config`` can only be a misspelt ``loopkv``."""
+    letters = re.sub("[^a-z]", "", key[:80].lower())
+    return difflib.SequenceMatcher(None, letters, SETTINGS_KEY).ratio() > 0.82
