@@ -119,6 +119,8 @@ def test_what_cannot_be_compared_is_refused(model, folder, documents) -> None:
 
     refused(PlanMismatchError, "loops", arms=(other,))
     refused(UnsupportedError, "dtype", dtype="float16")
+    refused(UnsupportedError, "'additional_config', got {}", engine={"additional_config": {}, "max_num_seqs": 3})
+    refused(UnsupportedError, "'dtype', got \"half\"", engine={"dtype": "half"})
     refused(LoopKVError, "at least 319", prompt=100)
     refused(LoopKVError, "random#0", prompt=TOKENS)
     refused(LoopKVError, "no document", docs=())
@@ -126,12 +128,12 @@ def test_what_cannot_be_compared_is_refused(model, folder, documents) -> None:
 
 
 def test_an_engine_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken.py").write_text("raise ValueError('no such model')\n")
+    (tmp_path / "broken.py").write_text("raise ValueError('no such model ' + 'x' * 1000)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(served, "WORKER", "broken")
     job = ServedJob("m", None, "float32", ((1, 2),), 1, 1, {}, 0, 0, str(tmp_path))
     assert ServedJob.load(_saved(job, tmp_path / "copy.json")) == job
-    with pytest.raises(LoopKVError, match="no such model"):
+    with pytest.raises(LoopKVError, match="got ValueError: no such model x"):
         run_in_child(job)
 
 

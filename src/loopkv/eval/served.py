@@ -40,6 +40,8 @@ from loopkv.profiler.probe import check_precision
 from loopkv.records import Record, make_record
 
 STOCK = "stock"
+OWN_OPTIONS = ("model", "dtype", "seed", "additional_config", "logits_processors")
+"""Options of ``vllm.LLM`` that decide what is measured; each follows from an argument or from the plan."""
 DTYPES = ("float32", "bfloat16")
 CHECKED_PAGES = 12
 WORKER = "loopkv.eval.served_worker"
@@ -211,7 +213,7 @@ def run_in_child(job: ServedJob) -> ServedRun:
     if done.returncode:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if "Error" in line] or lines or ["no output"]
-        raise LoopKVError("eval served: the engine failed", got=telling[-1][-400:], wanted="logits of every document")
+        raise LoopKVError("eval served: the engine failed", got=telling[-1][:400], wanted="logits of every document")
     return read_run(folder)
 
 
@@ -260,12 +262,20 @@ def evaluate_served(
 
     Raises:
         PlanMismatchError: a plan of another model.
-        UnsupportedError: a reference in BF16, an unknown dtype.
+        UnsupportedError: a reference in BF16, an unknown dtype, an engine option of ``OWN_OPTIONS``.
         LoopKVError: documents that are too short, or an engine that failed.
     """
     check_precision(model)
     if dtype not in DTYPES:
         raise UnsupportedError("eval served: dtype", got=repr(dtype)[:40], wanted=" or ".join(DTYPES))
+    own = sorted(set(OWN_OPTIONS) & set(engine or {}))
+    if own:
+        raise UnsupportedError(
+            f"eval served: engine option {own[0]!r}",
+            got=json.dumps((engine or {})[own[0]], default=repr)[:80],
+            wanted="other options of vllm.LLM",
+            hint="the command sets it itself, or the figure would be of another engine than it says",
+        )
     plans = [plan for plan in arms if plan is not None]
     for checked in plans:
         checked.check_serves(fingerprint, accept_weights=accept_weights)
