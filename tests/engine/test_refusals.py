@@ -142,6 +142,16 @@ def test_settings_that_the_model_does_not_implement(change):
     assert f"{name}, got" in refusal({"plan": "kivi4"}, hf_overrides=change)
 
 
+def test_a_plan_file_is_for_the_function_of_the_checkpoint(plan_files):
+    override = {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}}
+    said = refusal({"plan": plan_files["int4"]}, hf_overrides=override)
+    assert "another rope_base than the checkpoint's, got 123.0, wanted " in said
+    said = refusal({"plan": plan_files["int4"]}, hf_overrides={"rms_norm_eps": 0.01})
+    assert "another rms_norm_eps than the checkpoint's, got 0.01, wanted " in said
+    configure({"plan": "kivi4"}, hf_overrides=override)  # made by hand: nothing was measured
+    configure({"plan": plan_files["int4"]}, hf_overrides={"max_position_embeddings": 2048})
+
+
 def test_tensors_that_would_be_left_out(plan_files, tmp_path):
     """vLLM's own loader passes over biases that a model has no place for."""
     folder = shutil.copytree(model_folder(), tmp_path / "model")

@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.loopkv")
 
+_SAME_FUNCTION = (  # how far, when to stop; the others' meaning is in rope_base and attention_head_dim
+    "max_position_embeddings",
+    "eos_token_id",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "head_dim",
+)
+
 
 class LoopKVConfigHook(VerifyAndUpdateConfig):
     """Refuses a plan or an engine feature that would not give what the plan promises; caps chunks where it must."""
@@ -42,6 +51,8 @@ class LoopKVConfigHook(VerifyAndUpdateConfig):
         check_engine_features(vllm_config)
         fingerprint = model_fingerprint(vllm_config.model_config)
         plan = load_plan(settings, fingerprint)
+        if settings.names_file:
+            check_same_function(vllm_config.model_config)
         if plan.fingerprint.weights_sha256 is not None:
             fingerprint = with_weights(fingerprint, vllm_config)
         plan.check_serves(fingerprint, accept_weights=settings.accept_weights)
@@ -190,6 +201,33 @@ def model_fingerprint(model_config: ModelConfig) -> Fingerprint:
 
     config = parse_ouro_config(model_config.hf_config.to_dict(), f"config of {model_config.model}")
     return Fingerprint(name=str(model_config.model)[:512], geometry=ouro_geometry(config))
+
+
+def check_same_function(model_config: ModelConfig) -> None:
+    """Refuse overrides under which the checkpoint computes something else than what a plan file was measured on.
+
+    Weights and geometry can match while the positions or the norms differ, and with them the keys that are coded.
+
+    Raises:
+        UnsupportedError: a setting that differs from the checkpoint's own config.json, where that lies on this machine.
+    """
+    from loopkv.models.config import OuroConfig, parse_ouro_config, read_config
+
+    folder = _local_folder(model_config)
+    if folder is None:
+        return
+    own = parse_ouro_config(read_config(folder), f"{folder}/config.json")
+    served = parse_ouro_config(model_config.hf_config.to_dict(), f"config of {model_config.model}")
+    names = [name for name in OuroConfig.model_fields if name not in _SAME_FUNCTION]
+    for name in ("rope_base", "attention_head_dim", *names):
+        wanted, got = getattr(own, name), getattr(served, name)
+        if got != wanted:
+            raise UnsupportedError(
+                f"a plan file served with another {name} than the checkpoint's",
+                got=got,
+                wanted=wanted,
+                hint="drop the override: the plan's damage was measured without it",
+            )
 
 
 def with_weights(fingerprint: Fingerprint, vllm_config: VllmConfig) -> Fingerprint:
