@@ -64,6 +64,16 @@ def test_budgets_are_in_the_report():
     assert next(s for s in page.sections if s.key == "plans").lead.endswith("loopkv-m: widened.")
 
 
+def test_one_document_has_no_interval_in_the_report():
+    from loopkv.artifacts import Measured
+    from loopkv.report.demo.plans import _interval
+
+    data = {"top1_agreement": 1.0, "documents_sha256": "0" * 64}
+    assert _interval(Measured(**data, kl_nats=4e-4, kl_ci95_nats=(4e-4, 4e-4))) == "1 document"
+    assert _interval(Measured(**data, kl_nats=0.0, kl_ci95_nats=(0.0, 0.0))) == "0 to 0"  # bf16 on any documents
+    assert _interval(None) == "-"
+
+
 def test_a_finished_profile_is_used_for_the_same_work_alone(tmp_path):
     made = profile(random_damage(1, SHAPE), SHAPE)
     document = Document("d", tuple(range(400)))

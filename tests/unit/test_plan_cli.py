@@ -12,6 +12,7 @@ from profiles import geometry, profile, random_damage
 from loopkv import reference
 from loopkv.artifacts import Fingerprint, Measured, Plan
 from loopkv.cli import app as app_module
+from loopkv.errors import UnsupportedError
 from loopkv.geometry import Geometry
 from loopkv.planner import named_plan
 
@@ -320,6 +321,13 @@ def test_capacity_of_a_checkpoint_and_a_gpu_of_ones_own(cli: Cli) -> None:
     assert result.code == 0
     assert "custom, requests of 8192" in result.flat and "memory, bandwidth, t_fix given" in result.flat
     assert "t_fix 0.167 ms (1 ms at 96 cells, this model has 16)" in result.flat
+
+
+def test_the_verb_that_was_typed_is_named() -> None:
+    from loopkv.cli.capacity import _model_size
+
+    with pytest.raises(UnsupportedError, match="loopkv simulate, got no model"):
+        _model_size(None, None, None, "loopkv simulate")
 
 
 def test_capacity_errors_are_one_sentence(cli: Cli, tmp_path: Path) -> None:

@@ -52,10 +52,11 @@ def damage_section(report: DemoReport) -> Section:
                 ),
             )
         )
+    count = len(profile.documents)
     positions = sum(document.scored_positions for document in profile.documents)
     return Section(
         "damage",
         "What each cell loses",
-        f"Measured on {len(profile.documents)} documents, {positions:,} positions whose history is not empty.",
+        f"Measured on {count} document{'s' * (count != 1)}, {positions:,} positions whose history is not empty.",
         tuple(figures),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loopkv.artifacts import Plan
+from loopkv.artifacts import Measured, Plan
 from loopkv.options import OPTIONS
 from loopkv.report.demo.contents import DemoReport
 from loopkv.report.page import Figure, Section, table_of
@@ -25,7 +25,7 @@ def plan_section(report: DemoReport, exact: int | None) -> Section:
                 "-" if exact is None else f"{exact / plan.footprint.stored_bytes:.2f}x",
                 _nats(predicted),
                 _nats(None if measured is None else measured.kl_nats),
-                "-" if measured is None else " to ".join(map(short_number, measured.kl_ci95_nats)),
+                _interval(measured),
                 "-" if measured is None or not unit else f"{measured.kl_nats / unit:.3g}",
                 "-" if measured is None else f"{measured.top1_agreement:.2%}",
                 "-" if plan.tau is None else f"{plan.tau:g}",
@@ -83,6 +83,14 @@ def _plan_command(report: DemoReport, plan: Plan) -> str:
     limits += [f"--max-stored {budget.max_stored_bytes}B"] if budget.max_stored_bytes is not None else []
     limits += [f"--max-read {budget.max_read_bytes}B"] if budget.max_read_bytes is not None else []
     return " ".join(["loopkv plan profile.json --goal", budget.goal, *limits, "-o", f"{plan.name}.json"])
+
+
+def _interval(measured: Measured | None) -> str:
+    """The 95% interval; one document gives none (its ends are equal)."""
+    if measured is None:
+        return "-"
+    low, high = measured.kl_ci95_nats
+    return "1 document" if low == high and measured.kl_nats > 0 else f"{short_number(low)} to {short_number(high)}"
 
 
 def _nats(value: float | None) -> str:

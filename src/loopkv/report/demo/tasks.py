@@ -25,10 +25,10 @@ def task_section(report: DemoReport) -> Section | None:
                         arm,
                         str(score.items),
                         f"{score.accuracy:.1%}",
-                        f"{score.ci95[0]:.1%} to {score.ci95[1]:.1%}",
+                        "1 item" if score.items == 1 else f"{score.ci95[0]:.1%} to {score.ci95[1]:.1%}",
                         "-" if score.difference is None else f"{100 * score.difference:+.1f}",
                         "-"
-                        if score.difference_ci95 is None
+                        if score.difference_ci95 is None or score.items == 1
                         else f"{100 * score.difference_ci95[0]:+.1f} to {100 * score.difference_ci95[1]:+.1f}",
                     )
                 )
