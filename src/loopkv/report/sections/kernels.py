@@ -12,7 +12,7 @@ from loopkv.report.sections.common import command, figures_of, grouped, number, 
 
 _GEOMETRY = ("head_dim", "kv_heads", "group_queries")
 _PLACE = ("kernel", "option", *_GEOMETRY, "hot_share", "tau", "seed_mode", "batch", "context_tokens")
-_COLUMNS = ("kernel", "option", "D", "kv heads", "G", "hot", "tau", "V seed", "batch", "context")
+_FIRST = ("kernel", "option", "batch", "context_tokens")  # on a phone the measurements come right after these
 _Place = tuple[str, ...]
 _Drawn = tuple[_Place, dict[str, Record]]
 
@@ -126,16 +126,19 @@ def _table(hardware: str, drawn: Sequence[_Drawn], older: Sequence[Record]) -> T
         moved = number(some, "bytes")
         lines.append(
             (
-                *(_thousands(part) or "-" for part in place),
+                *(_thousands(place[_PLACE.index(key)]) or "-" for key in _FIRST),
                 figures_of(None if time is None else time.value),
                 "-" if moved is None else f"{moved / 1e6:,.4g}",
                 "-" if share is None else f"{float(share.value or 0):.1%}",
+                *(_thousands(part) or "-" for key, part in zip(_PLACE, place, strict=True) if key not in _FIRST),
                 _run_text(_run(some)) if len(runs) > 1 else "-",
             )
         )
+    first = ("kernel", "option", "batch", "context", "us", "MB", "of copy")
+    columns = (*first, "D", "kv heads", "G", "hot", "tau", "V seed", "run")
     note = f"Measured at {_run_text(runs[0])}." if len(runs) == 1 and any(runs[0]) else ""
     if older:
         counts = Counter(_run(record) for record in older)
         each = "; ".join(f"{count} of {_run_text(run)}" for run, count in counts.items())
         note += f" {len(older)} older Records of the same places are not drawn: {each}."
-    return table_of(f"Kernels ({hardware})", (*_COLUMNS, "us", "MB", "of copy", "run"), lines, note.strip())
+    return table_of(f"Kernels ({hardware})", columns, lines, note.strip())

@@ -43,7 +43,7 @@ def _table(model: str, prompt_tokens: str, hardware: str, rows: Sequence[Record]
     where = ", ".join(part for part in (model, hardware) if part)
     floor = "" if not any(line[0] == "stock" for line in lines) else " Stock is vLLM's own cache: the dtype's floor."
     note = f"After a prompt of {prompt_tokens} tokens.{floor}" if prompt_tokens else floor.strip()
-    if any(line[-1] != "-" for line in lines):
+    if any(r.what == "quality.byte_check" for r in rows):
         note += (
             " Wrong bytes: sampled history pages as the engine stored them, against the same tokens encoded by the "
             "reference codec."
@@ -52,14 +52,14 @@ def _table(model: str, prompt_tokens: str, hardware: str, rows: Sequence[Record]
         "arm",
         "dtype",
         "served\nnats",
-        "95% interval",
         "policy\nnats",
         "served /\npolicy",
+        "wrong\nbytes",
+        "95% interval\nof served",
         "same top\ntoken",
         "worst\nnats",
         "documents",
         "tokens",
-        "wrong\nbytes",
     )
     return table_of(f"Served against exact ({where})", columns, lines, note.strip())
 
@@ -80,14 +80,14 @@ def _line(
         arm,
         dtype,
         _nats(None if served is None else served.value),
-        "-" if served is None else interval(served.settings.get("ci95")),
         _nats(of_policy),
         "-" if ratio is None else f"{ratio:.4f}",
+        wrong,
+        "-" if served is None else interval(served.settings.get("ci95")),
         "-" if top is None else f"{top:.2%}",
         _nats(None if served is None else number(served, "worst_nats")),
         figures_of(number(some, "documents"), 6),
         figures_of(number(some, "positions"), 6),
-        wrong,
     )
 
 
