@@ -29,7 +29,7 @@ def device() -> torch.device:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what ran where; with LOOPKV_RECORDS=FILE also as a Record."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or "PYTEST_XDIST_WORKER" in os.environ:
         return
     count = {kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")}
     settings = {"failed": count["failed"] + count["error"], "skipped": count["skipped"]}
