@@ -111,3 +111,11 @@ def _try_to_write(folder: Path) -> None:
 def _unwritable(path: Path, problem: OSError | ValueError | RuntimeError) -> LoopKVError:
     reason = problem.strerror if isinstance(problem, OSError) else str(problem)
     return LoopKVError(f"cannot write {str(path)!r}", got=reason, hint="choose a writable folder")
+
+
+def exists(text: str) -> bool:
+    """Whether something lies at ``text``; False for what cannot be a path (too long, or with a null character)."""
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):
+        return False

@@ -58,6 +58,19 @@ def test_a_plan_is_a_file_or_a_name(plan, is_file):
     assert ServeSettings(plan=plan).names_file is is_file
 
 
+def test_a_known_name_is_not_shadowed_by_the_working_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("kivi4", "kivi4-share3", "uniform:int4", "mine"):
+        (tmp_path / name).mkdir()
+    assert not any(ServeSettings(plan=name).names_file for name in ("kivi4", "kivi4-share3", "uniform:int4"))
+    assert ServeSettings(plan="mine").names_file
+
+
+@pytest.mark.parametrize("plan", ["x" * 300, "per-loop:" + "int4," * 100, "a\0b"])
+def test_what_cannot_be_a_path_is_a_name(plan):
+    assert not ServeSettings(plan=plan).names_file
+
+
 @pytest.mark.parametrize("key", ["Loopkv", "loop_kv", "loop-kv", "LOOPKV", "lookpv", "loopvk", "lopkv", "loopkvs"])
 def test_a_misspelt_key_is_not_ignored(key):
     for config in ({key: {"plan": "kivi4"}}, {"loopkv": {"plan": "kivi4"}, key: 1}):
@@ -134,6 +147,12 @@ def test_the_model_comes_before_options_of_vllm(monkeypatch):
 def test_a_plugin_that_vllm_would_not_load_is_noticed(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS=other,loopkv"):
+        serve_command("M", ServeSettings(plan="kivi4"))
+    monkeypatch.setenv("VLLM_PLUGINS", "other, loopkv")
+    with pytest.raises(UnsupportedError, match=r"a space .*export VLLM_PLUGINS=other,loopkv$"):
+        serve_command("M", ServeSettings(plan="kivi4"))
+    monkeypatch.setenv("VLLM_PLUGINS", "my plugin")
+    with pytest.raises(UnsupportedError, match="export VLLM_PLUGINS='my plugin,loopkv'"):
         serve_command("M", ServeSettings(plan="kivi4"))
     monkeypatch.setenv("VLLM_PLUGINS", "other,loopkv")
     serve_command("M", ServeSettings(plan="kivi4"))

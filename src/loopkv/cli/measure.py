@@ -21,7 +21,7 @@ from loopkv.cli.documents import (
     TokensOption,
     check_documents_file,
 )
-from loopkv.paths import check_output_file
+from loopkv.paths import check_output_file, exists
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -116,10 +116,10 @@ def load_or_name(plan: str, fingerprint: Fingerprint) -> tuple[Plan, Path | None
         UnsupportedError: neither a file nor a name.
     """
     from loopkv.artifacts import Plan
-    from loopkv.planner.named import named_plan
+    from loopkv.planner.named import is_plan_name, named_plan
 
     path = Path(plan)
-    if path.suffix == ".json" or path.exists():
+    if path.suffix == ".json" or (not is_plan_name(plan) and exists(plan)):
         return Plan.load(path), path
     return named_plan(plan, fingerprint), None
 

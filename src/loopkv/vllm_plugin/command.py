@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -47,11 +48,14 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        names = [name.strip() for name in allowed.split(",")]
+        spaced = " (vLLM takes a space for part of a name)" if PLUGIN_NAME in names else ""
+        wanted = ",".join(dict.fromkeys(filter(None, [*names, PLUGIN_NAME])))
         raise UnsupportedError(
-            "serving: VLLM_PLUGINS leaves the plugin out",
+            f"serving: VLLM_PLUGINS leaves the plugin out{spaced}",
             got=repr(allowed),
             wanted=PLUGIN_NAME,
-            hint=f"export VLLM_PLUGINS={','.join(filter(None, [allowed, PLUGIN_NAME]))}",
+            hint=f"export VLLM_PLUGINS={shlex.quote(wanted)}",
         )
     if model.startswith("-"):
         raise SettingsError("loopkv serve: MODEL", got=repr(model)[:80], wanted="the model before any option of vLLM")

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loopkv.errors import LoopKVError
+from loopkv.paths import exists
+from loopkv.planner.named import is_plan_name
 
 SETTINGS_KEY = "loopkv"
 SERVED_KEY = "loopkv_served"  # what the settings became, for the processes of the engine
@@ -42,8 +44,9 @@ class ServeSettings(BaseModel):
     @property
     def names_file(self) -> bool:
         """Whether ``plan`` is a path rather than the name of a hand-made plan."""
-        path = Path(self.plan)
-        return path.suffix == ".json" or "/" in self.plan or path.exists()
+        if Path(self.plan).suffix == ".json" or "/" in self.plan:
+            return True
+        return not is_plan_name(self.plan) and exists(self.plan)
 
 
 def read_settings(additional_config: object) -> ServeSettings | None:
