@@ -74,7 +74,7 @@ def check_every_config(check: Callable[[Any], None]) -> None:
     """
     from vllm.config import VllmConfig
 
-    verify = VllmConfig.try_verify_and_update_config
+    verify: Any = VllmConfig.try_verify_and_update_config
     if getattr(verify, "checked_by_loopkv", False):
         return
 
@@ -84,4 +84,4 @@ def check_every_config(check: Callable[[Any], None]) -> None:
         check(vllm_config)
 
     verify_and_check.checked_by_loopkv = True  # type: ignore[attr-defined]
-    VllmConfig.try_verify_and_update_config = verify_and_check
+    VllmConfig.try_verify_and_update_config = verify_and_check  # type: ignore[method-assign]
