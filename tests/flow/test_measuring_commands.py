@@ -89,7 +89,7 @@ def test_own_documents_are_the_default(loopkv, tmp_path):
     ("arguments", "words"),
     [
         (("profile", "nowhere", "-o", "p.json"), "no such folder"),
-        (("profile", MODEL, "-o", "p.json", "--documents", "nowhere.jsonl"), "No such file"),
+        (("profile", MODEL, "-o", "p.json", "--documents", "nowhere.jsonl"), "no such file"),
         (("profile", MODEL, "-o", "p.json", "--documents", HELDOUT, "--max-tokens", "100"), "at least 320"),
         (("profile", MODEL, "-o", "p.json", "--documents", HELDOUT, "--prompts", "p.txt"), "--documents too"),
         (("profile", MODEL, "-o", "p.json", "--skip", "3"), "no --documents"),
