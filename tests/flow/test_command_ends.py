@@ -91,7 +91,7 @@ ENDINGS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "ended by 
 @pytest.mark.parametrize("number", ENDINGS)
 def test_an_interrupted_profile_goes_on(tmp_path, number):
     output, journal = tmp_path / "p.json", tmp_path / "p.json.journal"
-    arguments = ["profile", MODEL, "-o", str(output), *TEXTS, "--limit", "1"]
+    arguments = ["profile", MODEL, "-o", str(output), *TEXTS, "--max-tokens", "640"]  # long enough to be interrupted
     error = stop_when(start(*arguments, stdout=subprocess.DEVNULL), lambda: lines(journal) > 5, number)
     words = ENDINGS[number][1]
     assert error.splitlines()[-1] == f"loopkv: {words}" and "Traceback" not in error

@@ -14,6 +14,7 @@ import pytest
 from loopkv.artifacts import Fingerprint
 from loopkv.bench import slo_run
 from loopkv.bench.arms import parse_arms
+from loopkv.bench.dummy_model import dummy_shape, write_dummy_model
 from loopkv.bench.serving_client import (
     ClientRun,
     client_command,
@@ -30,7 +31,8 @@ from loopkv.geometry import Geometry
 from loopkv.record_kinds import RECORD_KINDS
 from loopkv.records import read_records
 
-TINY = Geometry(architecture="ouro", loops=4, layers=4, query_heads=6, kv_heads=6, head_dim=64)
+TINY = Geometry(architecture="ouro", loops=3, layers=2, query_heads=2, kv_heads=2, head_dim=32)
+"""Of ``dummy_shape("tiny")``."""
 
 
 class Letters:
@@ -98,7 +100,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def settings(tmp_path: Path, arms: Sequence[str] = ("stock", "kivi4"), **changes: Any) -> SloSettings:
     fields: dict[str, Any] = {
-        "model": tmp_path,
+        "model": write_dummy_model(tmp_path / "model", dummy_shape("tiny")),
         "identity": Fingerprint(name="tiny", geometry=TINY),
         "requests": tuple(Request(20, 80) for _ in range(11)),
         "tokenizer": Letters(),
