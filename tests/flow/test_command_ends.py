@@ -32,7 +32,13 @@ def plan_file(tmp_path_factory):
 
 
 def start(*arguments: str, **options) -> subprocess.Popen:
-    return subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, **options)
+    options |= {"stderr": subprocess.PIPE, "text": True, "preexec_fn": hears_sigint}
+    return subprocess.Popen([*COMMAND, *arguments], **options)
+
+
+def hears_sigint() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("verb", ["inspect", "help", "tasks help", "capacity"])
@@ -159,7 +165,7 @@ def test_a_server_that_was_started_is_stopped(tmp_path, number):
         "        pass\n"
     )
     command = [sys.executable, "-c", code, str(server), mark, str(tmp_path / "log")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hears_sigint)
     mine = process.pid
     error = stop_when(process, lambda: len([p for p in group_of(mark) if p != mine]) == 2, number)
     status, words = ENDINGS[number]
