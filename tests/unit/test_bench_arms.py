@@ -115,3 +115,12 @@ def test_a_threshold_in_the_arm_and_a_plan_file_for_the_engine(tmp_path: Path) -
     for text in ("kivi4,tau=nan", "kivi4,tau=-1", "kivi4,tau=much", "stock,tau=14"):
         with pytest.raises(LoopKVError):
             parse_arm(text)
+
+
+def test_a_folder_called_like_a_plan_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kivi4").mkdir()
+    monkeypatch.chdir(tmp_path)
+    arm = parse_arm("kivi4")
+    assert arm.additional_config() == {"loopkv": {"plan": "kivi4"}}
+    plan = arm.load_plan(IDENTITY)
+    assert plan is not None and set(plan.options) == {"int4"}

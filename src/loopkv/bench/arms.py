@@ -17,7 +17,7 @@ from loopkv.artifacts import Fingerprint, Plan
 from loopkv.artifacts.plan import MAX_TAU
 from loopkv.bench.paper_plans import PAPER_PLANS, paper_plan
 from loopkv.errors import LoopKVError
-from loopkv.planner import named_plan
+from loopkv.planner.lookup import is_plan_file, load_or_name
 
 STOCK = "stock"
 PLAN_KEYS = ("prefill", "seed", "tau")
@@ -54,7 +54,7 @@ class EngineArm:
         """What the engine gets as ``additional_config`` (empty for a stock cache)."""
         if self.plan is None:
             return {}
-        plan = str(Path(self.plan).resolve()) if _is_file(self.plan) else self.plan
+        plan = str(Path(self.plan).resolve()) if is_plan_file(self.plan) else self.plan
         settings = {key: value for key, value in self.settings if key != "tau"}
         return {"loopkv": {"plan": plan, **settings}}
 
@@ -84,14 +84,10 @@ class EngineArm:
         if self.plan in PAPER_PLANS:
             plan = paper_plan(self.plan, identity)
         else:
-            plan = Plan.load(self.plan) if _is_file(self.plan) else named_plan(self.plan, identity)
+            plan, _ = load_or_name(self.plan, identity)
         plan.check_serves(identity)
         tau = dict(self.settings).get("tau")
         return plan if tau is None else plan.with_tau(None if tau == "none" else float(tau))
-
-
-def _is_file(plan: str) -> bool:
-    return plan.endswith(".json") or Path(plan).exists()
 
 
 def parse_arm(text: str) -> EngineArm:

@@ -60,10 +60,10 @@ def add(group: typer.Typer) -> None:
 
         from loopkv import reference
         from loopkv.cli._render import console
-        from loopkv.cli.measure import load_or_name
         from loopkv.errors import LoopKVError
         from loopkv.eval.served import STOCK, evaluate_served, served_records
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
+        from loopkv.planner.lookup import load_or_name
         from loopkv.policy import DEFAULT_POLICY
         from loopkv.profiler import load_documents
         from loopkv.records import append_records

@@ -59,11 +59,11 @@ def add(group: typer.Typer) -> None:
         """
         from loopkv import reference
         from loopkv.cli._render import console
-        from loopkv.cli.measure import load_or_name
         from loopkv.cli.progress import progress
         from loopkv.eval.task_items import reference_items
         from loopkv.eval.tasks import evaluate_tasks, task_records
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
+        from loopkv.planner.lookup import load_or_name
         from loopkv.profiler.journal import going_on
         from loopkv.records import append_records
 

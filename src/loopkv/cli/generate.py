@@ -56,10 +56,10 @@ def register(app: typer.Typer) -> None:
         """
         import torch
 
-        from loopkv.cli.measure import load_or_name
         from loopkv.engine.generation import Sampling
         from loopkv.engine.generation import generate as continue_prompts
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
+        from loopkv.planner.lookup import load_or_name
 
         sampling = Sampling(temperature, top_p, seed)
         prompts = [*(prompt or []), *(read_prompt(name) for name in prompt_file or [])]

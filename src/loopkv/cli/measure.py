@@ -21,12 +21,11 @@ from loopkv.cli.documents import (
     TokensOption,
     check_documents_file,
 )
-from loopkv.paths import check_output_file, exists
+from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopkv.artifacts import Fingerprint, Plan
     from loopkv.profiler import PlanMeasurement
 
 
@@ -68,6 +67,7 @@ def register(app: typer.Typer) -> None:
         from loopkv.cli.progress import progress
         from loopkv.errors import LoopKVError
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
+        from loopkv.planner.lookup import load_or_name
         from loopkv.profiler import measure as measure_plans
         from loopkv.profiler.journal import going_on
         from loopkv.profiler.measuring import measurement_records
@@ -106,22 +106,6 @@ def register(app: typer.Typer) -> None:
         if records is not None:
             append_records(records, measurement_records(results, seed))
         console().print(table(results))
-
-
-def load_or_name(plan: str, fingerprint: Fingerprint) -> tuple[Plan, Path | None]:
-    """A plan file with its path, or the hand-made plan of that name.
-
-    Raises:
-        PlanFormatError: a file that is no plan.
-        UnsupportedError: neither a file nor a name.
-    """
-    from loopkv.artifacts import Plan
-    from loopkv.planner.named import is_plan_name, named_plan
-
-    path = Path(plan)
-    if path.suffix == ".json" or (not is_plan_name(plan) and exists(plan)):
-        return Plan.load(path), path
-    return named_plan(plan, fingerprint), None
 
 
 def table(results: Sequence[PlanMeasurement]) -> Table:

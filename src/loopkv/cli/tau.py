@@ -60,10 +60,10 @@ def register(app: typer.Typer) -> None:
         from loopkv.artifacts.storage import check_replaces
         from loopkv.cli._render import console
         from loopkv.cli.documents import collect
-        from loopkv.cli.measure import load_or_name
         from loopkv.cli.progress import progress
         from loopkv.errors import LoopKVError
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
+        from loopkv.planner.lookup import load_or_name
         from loopkv.profiler import tau as sweep_tau
         from loopkv.profiler.thresholds import check_sweep
 

@@ -16,10 +16,11 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.errors import UnsupportedError
+from loopkv.planner.lookup import load_or_name
 from loopkv.vllm_plugin.compat import check_vllm_version
 from loopkv.vllm_plugin.operators import check_device
 from loopkv.vllm_plugin.register import ARCHITECTURE, BACKEND_CLASS
-from loopkv.vllm_plugin.served import ServedPlan, get_served, lay_out_for_worker, load_plan, put_served
+from loopkv.vllm_plugin.served import ServedPlan, get_served, lay_out_for_worker, put_served
 from loopkv.vllm_plugin.settings import ServeSettings, read_settings
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class LoopKVConfigHook(VerifyAndUpdateConfig):
         check_backend_claim()
         check_engine_features(vllm_config)
         fingerprint = model_fingerprint(vllm_config.model_config)
-        plan = load_plan(settings, fingerprint)
-        if settings.names_file:
+        plan, file = load_or_name(settings.plan, fingerprint)
+        if file is not None:
             check_same_function(vllm_config.model_config)
         if plan.fingerprint.weights_sha256 is not None:
             fingerprint = with_weights(fingerprint, vllm_config)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from loopkv.artifacts import Fingerprint, Plan
+from loopkv.artifacts import Plan
 from loopkv.layout import Layout, lay_out
-from loopkv.vllm_plugin.settings import SERVED_KEY, ServeSettings
+from loopkv.vllm_plugin.settings import SERVED_KEY
 
 if TYPE_CHECKING:
     import torch
@@ -40,20 +40,6 @@ class ServedPlan(BaseModel):
         if self.plan.shares:
             return "fast: shared cells read their own exact KV inside a chunk, so output depends on chunking"
         return "fast"
-
-
-def load_plan(settings: ServeSettings, fingerprint: Fingerprint) -> Plan:
-    """The plan a setting names: a file, or a hand-made plan for this model.
-
-    Raises:
-        PlanFormatError, PlanVersionError: a broken or foreign file.
-        UnsupportedError: an unknown name.
-    """
-    if settings.names_file:
-        return Plan.load(settings.plan)
-    from loopkv.planner.named import named_plan
-
-    return named_plan(settings.plan, fingerprint)
 
 
 def put_served(vllm_config: VllmConfig, served: ServedPlan) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loopkv.errors import LoopKVError
-from loopkv.paths import exists
-from loopkv.planner.named import is_plan_name
+from loopkv.planner.lookup import is_plan_file
 
 SETTINGS_KEY = "loopkv"
 SERVED_KEY = "loopkv_served"  # what the settings became, for the processes of the engine
@@ -44,9 +42,7 @@ class ServeSettings(BaseModel):
     @property
     def names_file(self) -> bool:
         """Whether ``plan`` is a path rather than the name of a hand-made plan."""
-        if Path(self.plan).suffix == ".json" or "/" in self.plan:
-            return True
-        return not is_plan_name(self.plan) and exists(self.plan)
+        return is_plan_file(self.plan)
 
 
 def read_settings(additional_config: object) -> ServeSettings | None:
