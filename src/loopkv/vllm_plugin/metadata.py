@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from loopkv.vllm_plugin.step import Step
+from loopkv.vllm_plugin.step import Rows, Step
 
 if TYPE_CHECKING:
     import torch
@@ -22,28 +22,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMetadata(AttentionMetadata):
-    """One cache group's view of a step. Rows beyond the scheduled ones are padding (``seq_lens`` 0 or no tokens).
-
-    Args:
-        block_table: [B, N] int32, block ids by position; 0 is the null block.
-        seq_lens: [B] int32, tokens of each row after this step.
-        query_start: [B + 1] int32, first new token of each row.
-        query_start_cpu: the same on the host.
-        max_query_tokens, max_seq_tokens: upper bounds over the rows.
-        tokens: new tokens of the step, padding included.
-        seq_lens_cpu: ``seq_lens`` on the host where known: exact for rows with several new tokens, else upper bounds.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMetadata(Rows, AttentionMetadata):
+    """One cache group's view of a step: its rows, and [B, N] int32 block ids by position (0 is the null block)."""
 
     block_table: Tensor
-    seq_lens: Tensor
-    query_start: Tensor
-    query_start_cpu: Tensor
-    max_query_tokens: int
-    max_seq_tokens: int
-    tokens: int
-    seq_lens_cpu: Tensor | None = None
 
 
 class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
@@ -88,15 +71,5 @@ class LoopKVMetadataBuilder(AttentionMetadataBuilder[GroupMetadata]):
 
 def make_step(pool: torch.Tensor, history: GroupMetadata, window: GroupMetadata) -> Step:
     """Join both groups' metadata; they describe the same rows."""
-    return Step(
-        pool=pool,
-        history_table=history.block_table,
-        window_table=window.block_table,
-        seq_lens=history.seq_lens,
-        query_start=history.query_start,
-        query_start_cpu=history.query_start_cpu,
-        max_query_tokens=history.max_query_tokens,
-        max_seq_tokens=history.max_seq_tokens,
-        tokens=history.tokens,
-        seq_lens_cpu=history.seq_lens_cpu,
-    )
+    rows = {field.name: getattr(history, field.name) for field in fields(Rows)}
+    return Step(pool=pool, history_table=history.block_table, window_table=window.block_table, **rows)

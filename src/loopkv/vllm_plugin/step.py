@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Everything an operator gets about a step: the pool and both groups' tables.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of a step, and how many tokens each has and gets.
 
     There are B rows; those beyond the scheduled ones are padding.
 
     Args:
-        pool: [blocks, block_bytes] uint8, history and window blocks alike.
-        history_table: entry i holds the pages of tokens ``[i * bh, (i + 1) * bh)``.
-        window_table: entry i holds the exact KV of tokens ``[i * bw, (i + 1) * bw)``. Both [B, N] int32; 0 is no block.
         seq_lens: [B] int32, tokens of each row after this step; 0 for padding.
         query_start: [B + 1] int32, first new token of each row.
         query_start_cpu: the same on the host.
@@ -25,9 +22,6 @@ class Step:
         seq_lens_cpu: ``seq_lens`` on the host where known: exact for rows with several new tokens, else upper bounds.
     """
 
-    pool: Tensor
-    history_table: Tensor
-    window_table: Tensor
     seq_lens: Tensor
     query_start: Tensor
     query_start_cpu: Tensor
@@ -35,3 +29,18 @@ class Step:
     max_seq_tokens: int
     tokens: int
     seq_lens_cpu: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Rows):
+    """Everything an operator gets about a step: its rows, the pool and both groups' tables.
+
+    Args:
+        pool: [blocks, block_bytes] uint8, history and window blocks alike.
+        history_table: entry i holds the pages of tokens ``[i * bh, (i + 1) * bh)``.
+        window_table: entry i holds the exact KV of tokens ``[i * bw, (i + 1) * bw)``. Both [B, N] int32; 0 is no block.
+    """
+
+    pool: Tensor
+    history_table: Tensor
+    window_table: Tensor
