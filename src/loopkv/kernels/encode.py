@@ -12,7 +12,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loopkv.kernels.expand import CODED, CODED_AT, GROUP, INFO_COLUMNS, PAGE, ROW, TAIL_AT, load_tokens
+from loopkv.kernels.expand import (
+    GROUP,
+    INFO_COLUMNS,
+    PAGE,
+    ROW,
+    code_shifts,
+    head_bytes,
+    load_tokens,
+    page_address,
+    piece_at,
+    piece_channels,
+    pieces,
+    scratch_place,
+    value_codes_at,
+    value_scales_at,
+)
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a smaller fp32 to an integer, halves to even
 FP16_MAX = tl.constexpr(65504.0)
@@ -46,16 +61,12 @@ def codes_of(x, scale, zero, BITS: tl.constexpr):
 @triton.jit
 def encode_key_block(head, tokens, x, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr):
     """Code keys x [32, C] fp32 of channels AT .. AT + C - 1 into a head's part of a page; returns the decoded ones."""
-    PER: tl.constexpr = 32 // BITS
-    WORDS: tl.constexpr = C // PER
-    UNIT: tl.constexpr = PER if PER < C // 4 else C // 4
+    WORDS: tl.constexpr = C * BITS // 32
     scale16, zero16 = scale_zero(tl.min(x, 0), tl.max(x, 0), BITS)
     scale, zero = scale16.to(tl.float32)[None, :], zero16.to(tl.float32)[None, :]
     codes = codes_of(x, tl.broadcast_to(scale, [PAGE, C]), tl.broadcast_to(zero, [PAGE, C]), BITS)
-    j = tl.arange(0, PER)
-    inside = j % UNIT
-    shift = (j // UNIT * UNIT + inside % 2 * (UNIT // 2) + inside // 2) * BITS
-    words = tl.sum(tl.reshape(codes, [PAGE, WORDS, PER]) << shift[None, None, :], 2)
+    shift = code_shifts(BITS, C)
+    words = tl.sum(tl.reshape(codes, [PAGE, WORDS, 32 // BITS]) << shift[None, None, :], 2)
     words_at = (head + PAGE * AT * BITS // 8).to(tl.pointer_type(tl.int32))
     tl.store(words_at + tokens[:, None] * WORDS + tl.arange(0, WORDS)[None, :], words)
     scales = (head + PAGE * D * BITS // 8).to(tl.pointer_type(tl.float16)) + AT + tl.arange(0, C)
@@ -68,8 +79,8 @@ def encode_key_block(head, tokens, x, BITS: tl.constexpr, D: tl.constexpr, AT: t
 def encode_value_block(head, tokens, x, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr):
     """Code values x [32, C] fp32 of channels AT .. AT + C - 1 likewise."""
     GROUPS: tl.constexpr = C // GROUP
-    SCALES: tl.constexpr = PAGE * D * BITS // 8 + 4 * D
-    HIGH: tl.constexpr = SCALES + 4 * PAGE * (D // GROUP)
+    SCALES: tl.constexpr = value_scales_at(D, BITS)
+    HIGH: tl.constexpr = value_codes_at(D, BITS)
     OUTER: tl.constexpr = GROUPS // 2 if GROUPS > 1 else 1  # a word of 2-bit codes: two tokens of INNER groups
     INNER: tl.constexpr = GROUPS // OUTER
     x = tl.reshape(x, [PAGE, GROUPS, GROUP])
@@ -148,21 +159,14 @@ def encode_kernel(
     row = tl.load(info + ROW).to(tl.int64)
     lane = tl.arange(0, PAGE)
     token = piece * PAGE + lane
-    coded = tl.load(info + CODED)
-    at = tl.where(token < coded, tl.load(info + CODED_AT) + token, tl.load(info + TAIL_AT) + token - coded)
-    to = at.to(tl.int64) * (H * D) + head * D
-    block = tl.load(history_table + row * history_stride + piece // PAGES).to(tl.int64)
-    page = pool + block * BLOCK_BYTES + (piece % PAGES) * PAGE_BYTES + history_offset
+    to = scratch_place(info, token, head, H, D)
+    history = history_table + row * history_stride
+    page = page_address(pool, history, piece, history_offset, BLOCK_BYTES, PAGE_BYTES, PAGES)
     table = window_table + row * window_stride
     window = pool + window_offset
     element = coded_k.dtype.element_ty
     changed = 0
-    for b in tl.static_range(D // 128):
-        k, v = load_tokens(
-            window, table, info, k_new, v_new, kv_stride, token, head, b * 128, 128, element, H, D, BLOCK_BYTES, WINDOW
-        )
-        changed += store_coded(page, lane, k, v, coded_k, coded_v, to, head, BITS, H, D, b * 128, 128)
-    if D % 128 >= 64:
+    for i in tl.static_range(pieces(D)):
         k, v = load_tokens(
             window,
             table,
@@ -172,34 +176,17 @@ def encode_kernel(
             kv_stride,
             token,
             head,
-            D // 128 * 128,
-            64,
+            piece_at(D, i),
+            piece_channels(D, i),
             element,
             H,
             D,
             BLOCK_BYTES,
             WINDOW,
         )
-        changed += store_coded(page, lane, k, v, coded_k, coded_v, to, head, BITS, H, D, D // 128 * 128, 64)
-    if D % 64 >= 32:
-        k, v = load_tokens(
-            window,
-            table,
-            info,
-            k_new,
-            v_new,
-            kv_stride,
-            token,
-            head,
-            D // 64 * 64,
-            32,
-            element,
-            H,
-            D,
-            BLOCK_BYTES,
-            WINDOW,
+        changed += store_coded(
+            page, lane, k, v, coded_k, coded_v, to, head, BITS, H, D, piece_at(D, i), piece_channels(D, i)
         )
-        changed += store_coded(page, lane, k, v, coded_k, coded_v, to, head, BITS, H, D, D // 64 * 64, 32)
     if changed > 0:
         tl.atomic_add(counters + 1, changed)
 
@@ -232,11 +219,10 @@ def store_coded(
         tl.store(coded_v + place, v)
         return 0
     else:
-        HEAD_BYTES: tl.constexpr = 2 * PAGE * D * BITS // 8 + 4 * D + 4 * PAGE * (D // GROUP)
         k, v = k.to(tl.float32), v.to(tl.float32)
         k_clean, v_clean = clean(k), clean(v)
         changed = tl.sum((k != k_clean).to(tl.int32)) + tl.sum((v != v_clean).to(tl.int32))
-        part = page + head * HEAD_BYTES
+        part = page + head * head_bytes(D, BITS)
         decoded = encode_key_block(part, lane, k_clean, BITS, D, AT, C)
         tl.store(coded_k + place, decoded.to(coded_k.dtype.element_ty))
         decoded = encode_value_block(part, lane, v_clean, BITS, D, AT, C)

@@ -22,17 +22,76 @@ PAGE = tl.constexpr(32)
 GROUP = tl.constexpr(32)
 
 
+@triton.constexpr_function
+def pieces(D):
+    """Blocks of 128, 64 and 32 channels that a head is cut into: Triton's shapes are powers of two."""
+    return D // 128 + (D % 128 >= 64) + (D % 64 >= 32)
+
+
+@triton.constexpr_function
+def piece_channels(D, i):
+    """Channels of the i-th of them."""
+    if i < D // 128:
+        return 128
+    return 64 if i == D // 128 and D % 128 >= 64 else 32
+
+
+@triton.constexpr_function
+def piece_at(D, i):
+    """Its first channel."""
+    return 128 * i if i <= D // 128 else D // 64 * 64
+
+
+@triton.constexpr_function
+def value_scales_at(D, BITS):
+    """Bytes of a head's part of a page before the scales of its values: key codes, key scales and zeros."""
+    return 32 * D * BITS // 8 + 4 * D
+
+
+@triton.constexpr_function
+def value_codes_at(D, BITS):
+    """Bytes before the codes of its values: the above, value scales and zeros."""
+    return value_scales_at(D, BITS) + 4 * 32 * (D // 32)
+
+
+@triton.constexpr_function
+def head_bytes(D, BITS):
+    """Bytes of a head's part of a page."""
+    return value_codes_at(D, BITS) + 32 * D * BITS // 8
+
+
+@triton.jit
+def code_shifts(BITS: tl.constexpr, C: tl.constexpr):
+    """Bits below each code of a key word."""
+    PER: tl.constexpr = 32 // BITS  # codes of a word
+    UNIT: tl.constexpr = PER if PER < C // 4 else C // 4
+    j = tl.arange(0, PER)
+    inside = j % UNIT
+    return (j // UNIT * UNIT + inside % 2 * (UNIT // 2) + inside // 2) * BITS
+
+
+@triton.jit
+def scratch_place(info, token, head, H: tl.constexpr, D: tl.constexpr):
+    """First elements [32] of history tokens of a head in the coded scratch."""
+    coded = tl.load(info + CODED)
+    at = tl.where(token < coded, tl.load(info + CODED_AT) + token, tl.load(info + TAIL_AT) + token - coded)
+    return at.to(tl.int64) * (H * D) + head * D
+
+
+@triton.jit
+def page_address(pool, table, page, offset, BLOCK_BYTES: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGES: tl.constexpr):
+    """A cell's part (at ``offset`` bytes) of a page of a row's history; ``table`` is the row's."""
+    block = tl.load(table + page // PAGES).to(tl.int64)
+    return pool + block * BLOCK_BYTES + (page % PAGES) * PAGE_BYTES + offset
+
+
 @triton.jit
 def decode_key_block(head, tokens, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr):
     """Keys [32, C] fp32 of channels AT .. AT + C - 1 from a head's part of a page; ``tokens`` [32]."""
-    PER: tl.constexpr = 32 // BITS  # codes of a word
-    WORDS: tl.constexpr = C // PER  # of a token
-    UNIT: tl.constexpr = PER if PER < C // 4 else C // 4
+    WORDS: tl.constexpr = C * BITS // 32  # of a token
     words_at = (head + PAGE * AT * BITS // 8).to(tl.pointer_type(tl.int32))
     words = tl.load(words_at + tokens[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
-    j = tl.arange(0, PER)
-    inside = j % UNIT
-    shift = (j // UNIT * UNIT + inside % 2 * (UNIT // 2) + inside // 2) * BITS
+    shift = code_shifts(BITS, C)
     codes = (words[:, :, None] >> shift[None, None, :]) & ((1 << BITS) - 1)
     scales = (head + PAGE * D * BITS // 8).to(tl.pointer_type(tl.float16))
     channels = AT + tl.arange(0, C)
@@ -45,8 +104,8 @@ def decode_key_block(head, tokens, BITS: tl.constexpr, D: tl.constexpr, AT: tl.c
 def decode_value_block(head, tokens, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr):
     """Values [32, C] fp32 of channels AT .. AT + C - 1 from a head's part of a page; ``tokens`` [32]."""
     GROUPS: tl.constexpr = C // GROUP
-    SCALES: tl.constexpr = PAGE * D * BITS // 8 + 4 * D  # bytes before the value scales
-    HIGH: tl.constexpr = SCALES + 4 * PAGE * (D // GROUP)  # bytes before the value codes
+    SCALES: tl.constexpr = value_scales_at(D, BITS)
+    HIGH: tl.constexpr = value_codes_at(D, BITS)
     quads = tl.arange(0, C // 4)
     group, r = (quads // 8)[None, :], (quads % 8)[None, :]
     token = tokens[:, None]
@@ -220,9 +279,7 @@ def expand_kernel(
         )
         return
     token = piece * PAGE + lane
-    coded = tl.load(info + CODED)
-    at = tl.where(token < coded, tl.load(info + CODED_AT) + token, tl.load(info + TAIL_AT) + token - coded)
-    to = at.to(tl.int64) * (H * D) + head * D
+    to = scratch_place(info, token, head, H, D)
     if piece < SINK // PAGE:
         window = window_table + row * window_stride
         copy_tokens(
@@ -243,8 +300,8 @@ def expand_kernel(
             WINDOW,
         )
         return
-    block = tl.load(history_table + row * history_stride + piece // PAGES).to(tl.int64)
-    page = pool + block * BLOCK_BYTES + (piece % PAGES) * PAGE_BYTES + history_offset
+    table = history_table + row * history_stride
+    page = page_address(pool, table, piece, history_offset, BLOCK_BYTES, PAGE_BYTES, PAGES)
     if BITS == 16:
         channels = tl.arange(0, triton.next_power_of_2(D))[None, :]
         inside = channels < D
@@ -252,11 +309,6 @@ def expand_kernel(
         tl.store(coded_k + to[:, None] + channels, tl.load(source, mask=inside), mask=inside)
         tl.store(coded_v + to[:, None] + channels, tl.load(source + PAGE * H * D, mask=inside), mask=inside)
     else:
-        HEAD_BYTES: tl.constexpr = 2 * PAGE * D * BITS // 8 + 4 * D + 4 * PAGE * (D // GROUP)
-        page += head * HEAD_BYTES
-        for b in tl.static_range(D // 128):
-            expand_block(page, lane, coded_k, coded_v, to, BITS, D, b * 128, 128)
-        if D % 128 >= 64:
-            expand_block(page, lane, coded_k, coded_v, to, BITS, D, D // 128 * 128, 64)
-        if D % 64 >= 32:
-            expand_block(page, lane, coded_k, coded_v, to, BITS, D, D // 64 * 64, 32)
+        page += head * head_bytes(D, BITS)
+        for i in tl.static_range(pieces(D)):
+            expand_block(page, lane, coded_k, coded_v, to, BITS, D, piece_at(D, i), piece_channels(D, i))
