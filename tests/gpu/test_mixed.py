@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from support.mixed_steps import near_queries, new_keys_values
 from torch import Tensor
 
 from loopkv.bench.kernel_reference import plain_bf16, reference_decode, relative_error
@@ -23,16 +24,7 @@ def _step(case: Case, counts: list[int]) -> StepView:
 
 def _inputs(case: Case, cell: int, counts: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """q near the planted direction; k, v as the case has them at the last tokens of every row."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    qs, ks, vs = [], [], []
-    for row, count in enumerate(counts):
-        tokens = case.spec.tokens[row]
-        k, v = case.exact_kv(cell, row, range(tokens - count, tokens))
-        noise = torch.randn(count, 1, 1, device="cuda", generator=generator)
-        qs.append((case.q[cell, row].float() * (1 + 0.3 * noise)).to(case.spec.dtype))
-        ks.append(k)
-        vs.append(v)
-    return torch.cat(qs), torch.cat(ks), torch.cat(vs)
+    return near_queries(case, cell, counts, seed), *new_keys_values(case, cell, counts)
 
 
 def _reference(case: Case, cell: int, row: int, q: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name
+from support.mixed_steps import mixed_step, near_queries, new_keys_values
 from torch import Tensor
 
 from loopkv.engine.attention import KV, masked_attention, policy_mask
@@ -42,36 +43,10 @@ def _operators(case: Case, max_tokens: int = 8192) -> CudaStepOperators:
     )
 
 
-def _step(case: Case, counts: list[int]) -> Step:
-    start = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    lens = torch.tensor(case.spec.tokens, dtype=torch.int32)
-    return Step(
-        pool=case.pool.clone(),
-        history_table=case.history_table,
-        window_table=case.window_table,
-        seq_lens=lens.cuda(),
-        query_start=start.cuda(),
-        query_start_cpu=start,
-        max_query_tokens=max(counts),
-        max_seq_tokens=max(case.spec.tokens),
-        tokens=sum(counts),
-        seq_lens_cpu=lens,
-    )
-
-
 def _inputs(case: Case, cell: int, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """q near the planted direction; k, v as the case has them, in one buffer as a projection leaves them."""
-    generator = torch.Generator("cuda").manual_seed(cell)
-    qs, ks, vs = [], [], []
-    for row, count in enumerate(counts):
-        tokens = case.spec.tokens[row]
-        k, v = case.exact_kv(cell, row, range(tokens - count, tokens))
-        noise = torch.randn(count, 1, 1, device="cuda", generator=generator)
-        qs.append((case.q[cell, row].float() * (1 + 0.3 * noise)).to(case.spec.dtype))
-        ks.append(k)
-        vs.append(v)
-    qkv = torch.cat([torch.cat(qs), torch.cat(ks), torch.cat(vs)], dim=1)
-    heads = case.spec.kv_heads
+    """q, k and v in one buffer, as a projection leaves them."""
+    q, heads = near_queries(case, cell, counts, seed=cell), case.spec.kv_heads
+    qkv = torch.cat([q, *new_keys_values(case, cell, counts)], dim=1)
     q, k, v = qkv.split([heads * case.spec.group_queries, heads, heads], dim=1)
     return q, k, v
 
@@ -96,7 +71,7 @@ def _wanted(case: Case, cell: int, row: int, q: Tensor) -> tuple[Tensor, Tensor]
 
 def _check(case: Case, counts: list[int], step: Step | None = None, operators: CudaStepOperators | None = None) -> None:
     operators = operators or _operators(case)
-    step = step or _step(case, counts)
+    step = step or mixed_step(case, counts)
     operators.code_leaving_pages(step)
     for cell in range(len(case.layout.cells)):
         q, k, v = _inputs(case, cell, counts)
@@ -140,7 +115,7 @@ def test_chunk_size_changes_nothing_but_rounding(chunk: int) -> None:
     q, k, v = _inputs(case, 0, [600])
     wanted, plain = _wanted(case, 0, 0, q)
     out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
-    operators, whole = _operators(case), _step(case, [600])
+    operators, whole = _operators(case), mixed_step(case, [600])
     for begin in range(0, 600, chunk):
         end = min(begin + chunk, 600)
         lens = torch.tensor([400 + end], dtype=torch.int32)
@@ -162,7 +137,7 @@ def test_chunk_size_changes_nothing_but_rounding(chunk: int) -> None:
 
 def test_tokens_that_leave_inside_their_chunk_have_no_block() -> None:
     case = make_case(CaseSpec((1000,), 2, 1, 128, ("int4", "int2"), keep_exact=True), "cuda")
-    step = _step(case, [700])
+    step = mixed_step(case, [700])
     size, policy = case.layout.window_block_tokens, case.layout.policy
     table = case.window_table.clone()
     table[0, -(-300 // size) : policy.history_end(1000) // size] = 0
@@ -176,7 +151,7 @@ def test_rows_are_divided_where_the_scratch_is_small_and_repeat_exactly() -> Non
     assert operators.prefill is not None
     operators.prefill.coded_tokens = 4096
     _check(case, counts, operators=operators)
-    step = _step(case, counts)
+    step = mixed_step(case, counts)
     operators.code_leaving_pages(step)
     q, k, v = _inputs(case, 0, counts)
     first, second = torch.empty_like(q).contiguous(), torch.empty_like(q).contiguous()
@@ -192,7 +167,7 @@ def test_rows_are_divided_where_the_scratch_is_small_and_repeat_exactly() -> Non
 def test_pages_of_a_long_chunk_are_coded_to_the_bit(dim: int, options: tuple[str, ...]) -> None:
     """1,500 new tokens after 77: every page that leaves is the reference's, whatever wrote it."""
     case = make_case(CaseSpec((1577,), 3, 1, dim, options, keep_exact=True, history_block_tokens=64), "cuda")
-    step, operators = _step(case, [1500]), _operators(case)
+    step, operators = mixed_step(case, [1500]), _operators(case)
     wiped = dataclasses.replace(case, pool=step.pool)
     blocks = case.history_table[0][case.history_table[0] > 0].long()
     wiped.history_view()[blocks] = 255

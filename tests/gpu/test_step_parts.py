@@ -6,44 +6,22 @@ import math
 
 import pytest
 import torch
+from support.mixed_steps import mixed_step, new_keys_values
 from torch import Tensor
 
 from loopkv.kernels.cases import Case, CaseSpec, make_case
 from loopkv.vllm_plugin.metrics import Counters
 from loopkv.vllm_plugin.operators_cuda import CudaStepOperators
-from loopkv.vllm_plugin.step import Step
-
-
-def _step(case: Case, rows: list[int], counts: list[int]) -> Step:
-    start = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    lens = torch.tensor([case.spec.tokens[row] for row in rows], dtype=torch.int32)
-    return Step(
-        pool=case.pool.clone(),
-        history_table=case.history_table[rows],
-        window_table=case.window_table[rows],
-        seq_lens=lens.cuda(),
-        query_start=start.cuda(),
-        query_start_cpu=start,
-        max_query_tokens=max(counts),
-        max_seq_tokens=int(lens.max()),
-        tokens=sum(counts),
-        seq_lens_cpu=lens,
-    )
 
 
 def _attend(operators: CudaStepOperators, case: Case, cell: int, rows: list[int], counts: list[int]) -> list[Tensor]:
     """[count, Hq, D] of each row."""
-    qs, ks, vs = [], [], []
-    for row, count in zip(rows, counts, strict=True):
-        tokens = case.spec.tokens[row]
-        k, v = case.exact_kv(cell, row, range(tokens - count, tokens))
-        qs.append(case.q[cell, row].expand(count, -1, -1))
-        ks.append(k)
-        vs.append(v)
-    out = torch.full_like(torch.cat(qs), math.nan)
-    step = _step(case, rows, counts)
+    q = torch.cat([case.q[cell, row].expand(count, -1, -1) for row, count in zip(rows, counts, strict=True)])
+    k, v = new_keys_values(case, cell, counts, rows)
+    out = torch.full_like(q, math.nan)
+    step = mixed_step(case, counts, rows)
     operators.code_leaving_pages(step)
-    operators.attend(cell, torch.cat(qs), torch.cat(ks), torch.cat(vs), out, step)
+    operators.attend(cell, q, k, v, out, step)
     return list(out.split(counts))
 
 
