@@ -242,6 +242,13 @@ _KINDS = (
         "and the same tokens re-encoded by the reference codec at that moment",
     ),
     RecordKind(
+        "demo.wall_s",
+        "s",
+        ("cores",),
+        ("profile_s", "peak_bytes", "serve"),
+        "wall time of `make demo` from a clean clone with downloaded packages, serving included",
+    ),
+    RecordKind(
         "tests.gpu",
         "tests",
         ("failed", "skipped"),
