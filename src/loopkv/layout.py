@@ -16,7 +16,7 @@ from loopkv.artifacts import Plan
 from loopkv.codec.pages import CELL_ALIGNMENT_BYTES, page_struct
 from loopkv.errors import UnsupportedError
 from loopkv.geometry import Geometry
-from loopkv.options import Option, check_codable
+from loopkv.options import INT4, Option, check_codable
 from loopkv.policy import Policy
 from loopkv.residency import Residency
 
@@ -78,6 +78,14 @@ class Layout:
             self.block_bytes - self.pages_per_block * self.page_bytes,
             self.block_bytes - self.window_block_tokens * self.window_token_bytes,
         )
+
+    def read_option(self, cell: int) -> Option:
+        """How the history that a cell reads is stored: by its own option, or by its source's."""
+        return self.cells[self.cells[cell].holder].option
+
+    def has_precision(self, cell: int) -> bool:
+        """Whether V precision acts on a cell: the plan sets tau, and the history that the cell reads is int4."""
+        return self.tau is not None and self.read_option(cell) == INT4
 
     def history_blocks(self, tokens: int) -> int:
         """History blocks a request of ``tokens`` tokens holds (whole sink blocks are null)."""

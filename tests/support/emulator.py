@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import loopkv.kernels
-from loopkv.kernels.cases import Case, reads_low_plane_by_choice
+from loopkv.kernels.cases import Case
 from loopkv.kernels.descriptor import (
     MIXED_COLUMNS,
     AppendArgs,
@@ -102,7 +102,7 @@ class EmulatedKernels:
         """o [B, Hq, D] of one cell; ``tau`` and ``precision`` replace the layout's."""
         case = self.case
         q, k, v = (x[cell, rows].contiguous() for x in (case.q, case.k_new, case.v_new))
-        use = reads_low_plane_by_choice(case.layout, cell) if precision is None else precision
+        use = case.layout.has_precision(cell) if precision is None else precision
         tau = case.layout.tau if tau is None else tau
         out = torch.full_like(q, math.nan)
         view = self._view(case.pool if pool is None else pool, case.seq_lens[rows].contiguous(), rows)
@@ -141,7 +141,7 @@ class EmulatedKernels:
         """o [B, Hq, D] of one cell of the decode step by the scalar kernels."""
         case = self.case
         q, k, v = (x[cell].contiguous() for x in (case.q, case.k_new, case.v_new))
-        use = reads_low_plane_by_choice(case.layout, cell) if precision is None else precision
+        use = case.layout.has_precision(cell) if precision is None else precision
         out = torch.full_like(q, math.nan)
         args = self._args(cell, q, k, v, out, self._view(pool, case.seq_lens))
         args.seed_mode, args.max_tiles = int(seed), len(case.seq_lens)

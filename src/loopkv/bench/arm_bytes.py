@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.layout import Layout
+from loopkv.options import INT4
 from loopkv.step_time import request_read_bytes
 
 if TYPE_CHECKING:
@@ -65,6 +66,6 @@ def hot_pairs(engine: DecodeEngine, plan: Plan | None) -> int | None:
 def pairs_read(layout: Layout, lengths: Sequence[int]) -> int:
     """Such pairs in one decode step of rows that see ``lengths`` tokens."""
     policy = layout.policy
-    cells = sum(layout.cells[place.holder].option.name == "int4" for place in layout.cells)
+    cells = sum(layout.read_option(cell) == INT4 for cell in range(len(layout.cells)))
     history = sum(policy.history_end(tokens) - policy.sink_tokens for tokens in lengths)
     return int(history) * layout.geometry.kv_heads * cells

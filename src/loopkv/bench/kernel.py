@@ -16,7 +16,7 @@ import torch
 
 from loopkv.bench.kernel_reference import plain_bf16, reference_decode, relative_error
 from loopkv.errors import LoopKVError
-from loopkv.kernels.cases import Case, CaseSpec, make_case, page_nbytes, reads_low_plane_by_choice
+from loopkv.kernels.cases import Case, CaseSpec, make_case, page_nbytes
 from loopkv.kernels.descriptor import SeedMode
 from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.records import Record, make_record
@@ -175,7 +175,7 @@ class DecodeBench:
         torch.cuda.synchronize(self.device)
         worst, plain = 0.0, 0.0
         for row in rows:
-            precision = self.cell.tau is not None and reads_low_plane_by_choice(self.case.layout, index)
+            precision = self.cell.tau is not None and self.case.layout.has_precision(index)
             wanted = reference_decode(self.case, index, row, precision=precision).o
             full = reference_decode(self.case, index, row, precision=False).o
             worst = max(worst, relative_error(self.out[index, row].float(), wanted))

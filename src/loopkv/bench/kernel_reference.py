@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 
 from loopkv.engine.attention import KV, cold_attention, policy_attention
-from loopkv.kernels.cases import Case, reads_low_plane_by_choice
+from loopkv.kernels.cases import Case
 
 
 class Reference(NamedTuple):
@@ -39,7 +39,7 @@ def reference_decode(case: Case, cell: int, row: int, *, precision: bool = True)
     sink, history, recent = _segments(case, cell, row)
     q = case.q[cell, row].float()[None, None]
     pages = history.k.shape[1]
-    if precision and pages and reads_low_plane_by_choice(case.layout, cell):
+    if precision and pages and case.layout.has_precision(cell):
         assert case.layout.tau is not None
         cold = case.history_kv(cell, row, cold=True)[1][None]
         o, hot = cold_attention(q, tokens - 1, sink, history, cold, recent, policy, case.layout.tau)

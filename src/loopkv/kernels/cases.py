@@ -20,7 +20,6 @@ from loopkv.codec import decode_keys, decode_values, encode_keys, encode_values
 from loopkv.codec.pages import pack_page, page_struct, unpack_page
 from loopkv.geometry import Geometry
 from loopkv.layout import Layout, lay_out
-from loopkv.options import INT4
 from loopkv.policy import DEFAULT_POLICY, Policy
 
 _PLANTED_TAU_BITS = 14.0
@@ -118,7 +117,7 @@ class Case:
         """Decoded history [N, H, D] that a cell reads; with ``cold``, values of the high plane alone."""
         data = self.history_pages(cell, row)
         spec, policy = self.spec, self.layout.policy
-        option = self.layout.cells[self.layout.cells[cell].holder].option
+        option = self.layout.read_option(cell)
         if not option.coded:
             shape = (2, policy.page_tokens, spec.kv_heads, spec.head_dim)
             exact = data.contiguous().view(spec.dtype).unflatten(1, shape)
@@ -130,7 +129,7 @@ class Case:
 
 def page_nbytes(layout: Layout, cell: int) -> int:
     """Bytes of the page a cell reads."""
-    option = layout.cells[layout.cells[cell].holder].option
+    option = layout.read_option(cell)
     geometry, policy = layout.geometry, layout.policy
     if option.coded:
         return page_struct(option, geometry.kv_heads, geometry.head_dim, policy).nbytes
@@ -289,8 +288,3 @@ def coded_pages(layout: Layout, cell: int, keys: Tensor, values: Tensor) -> Tens
         return torch.stack([keys, values], dim=1).flatten(1).contiguous().view(torch.uint8)
     struct = page_struct(option, geometry.kv_heads, geometry.head_dim, policy)
     return pack_page(struct, encode_keys(keys, struct.bits), encode_values(values, struct.bits, struct.group))
-
-
-def reads_low_plane_by_choice(layout: Layout, cell: int) -> bool:
-    """Whether V precision applies to a cell: a threshold is set and the history it reads is int4."""
-    return layout.tau is not None and layout.cells[layout.cells[cell].holder].option == INT4

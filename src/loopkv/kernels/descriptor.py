@@ -224,7 +224,7 @@ def cell_descriptors(layout: Layout) -> tuple[CellDescriptor, ...]:
     """One descriptor per cell, in cell order."""
     descriptors = []
     for index, place in enumerate(layout.cells):
-        bits = layout.cells[place.holder].option.bits
+        bits = layout.read_option(index).bits
         descriptors.append(
             CellDescriptor(
                 history_offset_bytes=place.history_offset,

@@ -34,7 +34,6 @@ from loopkv.kernels.descriptor import (
 )
 from loopkv.kernels.library import load_library
 from loopkv.layout import Layout
-from loopkv.options import INT4
 
 TIMED_SECONDS = 4e-6
 MAX_ROWS = 1024
@@ -106,9 +105,7 @@ class CudaOperators:
         self.blocks = properties.multi_processor_count  # one attention block fills a multiprocessor
         self._geometry = cache_geometry(layout, dtype)
         self._cells = cell_descriptors(layout)
-        self._precision = tuple(
-            layout.tau is not None and layout.cells[place.holder].option == INT4 for place in layout.cells
-        )
+        self._precision = tuple(map(layout.has_precision, range(len(layout.cells))))
         self._timed_cycles = int(TIMED_SECONDS * getattr(properties, "clock_rate", 1_980_000) * 1e3)
         heads, group, dim = geometry.kv_heads, geometry.group_queries, geometry.head_dim
 

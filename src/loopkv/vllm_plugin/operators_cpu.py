@@ -17,7 +17,6 @@ from loopkv.codec import decode_keys, decode_values, encode_keys, encode_values,
 from loopkv.codec.pages import PageStruct, pack_page, page_struct, unpack_page
 from loopkv.engine.attention import KV, cold_attention, masked_attention
 from loopkv.layout import Layout
-from loopkv.options import INT4
 from loopkv.vllm_plugin.metrics import Counters
 from loopkv.vllm_plugin.step import Step
 
@@ -283,8 +282,7 @@ class CpuOperators:
             for row in group.rows:
                 if len(row.late.block):
                     self._code_late(cell, row, k, v, pool, window)
-        reads_int4 = self.layout.cells[place.holder].option == INT4
-        precise = self.layout.tau is not None and reads_int4 and any(row.queries == 1 for row in group.rows)
+        precise = self.layout.has_precision(cell) and any(row.queries == 1 for row in group.rows)
         places = group.shared if place.option.shares else group.history
         history, cold = self._read_pages(pool, cell, places, cold=precise) if len(places.block) else (None, None)
         exact = window[group.exact.block, cell, :, group.exact.inside].float()  # [N, 2, H, D]

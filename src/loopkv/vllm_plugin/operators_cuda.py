@@ -13,7 +13,6 @@ from torch import Tensor
 from loopkv.kernels.descriptor import SeedMode
 from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.layout import Layout
-from loopkv.options import INT4
 from loopkv.vllm_plugin.metrics import Counters
 from loopkv.vllm_plugin.prefill_cuda import make_prefill
 from loopkv.vllm_plugin.step import Step
@@ -64,9 +63,8 @@ class CudaStepOperators:
         )
         self._view: tuple[Step, StepView] | None = None
         self._parts: StepParts | None = None
-        reads = [layout.cells[place.holder].option == INT4 for place in layout.cells]
-        decided = layout.policy.page_tokens * layout.geometry.kv_heads * sum(reads)
-        self._values_per_page = 0 if layout.tau is None else decided
+        cells = sum(map(layout.has_precision, range(len(layout.cells))))
+        self._values_per_page = layout.policy.page_tokens * layout.geometry.kv_heads * cells
         self._decode_values = self._copied_values = 0
         self._host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arrived: torch.cuda.Event | None = None
