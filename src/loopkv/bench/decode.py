@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loopkv.artifacts import Fingerprint
+from loopkv.artifacts.hashing import handed_on
 from loopkv.artifacts.storage import write_atomically
 from loopkv.bench.arms import EngineArm
 from loopkv.errors import LoopKVError
@@ -251,7 +252,7 @@ def _run_arm(settings: DecodeSettings, arm: EngineArm, rows: tuple[tuple[int, st
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            env={**os.environ, **handed_on(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
             start_new_session=True,
         )
         try:

@@ -28,6 +28,7 @@ def register(app: typer.Typer) -> None:
         import os
         import shlex
 
+        from loopkv.artifacts.hashing import handed_on
         from loopkv.vllm_plugin.command import serve_command
         from loopkv.vllm_plugin.settings import SETTINGS_KEY, read_settings
 
@@ -38,4 +39,4 @@ def register(app: typer.Typer) -> None:
         command = serve_command(model, settings, context.args)
         typer.echo(f"$ {shlex.join(command)}", err=not dry_run)
         if not dry_run:
-            os.execvp(command[0], command)
+            os.execvpe(command[0], command, {**os.environ, **handed_on()})

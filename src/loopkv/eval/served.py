@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from loopkv.artifacts import Fingerprint, Plan
+from loopkv.artifacts.hashing import handed_on
 from loopkv.artifacts.storage import write_atomically
 from loopkv.engine.paged_engine import NewTokens, PagedEngine, pool_blocks
 from loopkv.engine.whole_sequence import sequence_logits
@@ -197,7 +198,7 @@ def run_in_child(job: ServedJob) -> ServedRun:
     folder = Path(job.output)
     job_file, log = folder / "job.json", folder / "engine.log"
     job.save(job_file)
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    environment = {**os.environ, **handed_on(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     with log.open("wb") as output:
         try:
             done = subprocess.run(

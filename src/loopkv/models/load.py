@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from loopkv.artifacts import Fingerprint
+from loopkv.artifacts.hashing import hash_file, hash_files
 from loopkv.errors import ModelFormatError, UnsupportedError
 from loopkv.models.base import LoopedModel
 from loopkv.models.checkpoint import Checkpoint, weight_files
@@ -61,24 +61,13 @@ def fingerprint_model(folder: Path | str) -> Fingerprint:
     folder = Path(folder)
     config = _read_config(folder)
     _open_checkpoint(folder, config).close()
-    weights = hashlib.sha256()
-    for file in weight_files(folder):
-        weights.update(_file_sha256(file))
     tokenizer = folder / "tokenizer.json"
     return Fingerprint(
         name=folder.resolve().name,
         geometry=ouro_geometry(config),
-        weights_sha256=weights.hexdigest(),
-        tokenizer_sha256=_file_sha256(tokenizer).hex() if tokenizer.is_file() else None,
+        weights_sha256=hash_files(weight_files(folder)),
+        tokenizer_sha256=hash_file(tokenizer).hex() if tokenizer.is_file() else None,
     )
-
-
-def _file_sha256(file: Path) -> bytes:
-    try:
-        with file.open("rb") as handle:
-            return hashlib.file_digest(handle, "sha256").digest()
-    except OSError as problem:
-        raise ModelFormatError(f"{file}", got=problem.strerror, wanted="a readable file") from None
 
 
 def load_model(

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from loopkv.artifacts.hashing import handed_on
 from loopkv.errors import LoopKVError
 
 STARTUP_TIMEOUT_S = 600.0
@@ -36,7 +37,7 @@ def running_server(command: Sequence[str], log: Path, environment: Mapping[str, 
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**os.environ, **(environment or {})}
+    variables = {**os.environ, **handed_on(), **(environment or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
