@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
@@ -13,6 +14,7 @@ from support.plans import make_plan
 from vllm import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from loopkv.artifacts import hashing
 from loopkv.errors import (
     LoopKVError,
     ModelFormatError,
@@ -22,6 +24,7 @@ from loopkv.errors import (
     UnsupportedError,
 )
 from loopkv.geometry import Geometry
+from loopkv.models import fingerprint_model
 from loopkv.reference import model_folder
 from loopkv.vllm_plugin import compat
 from loopkv.vllm_plugin.hook import check_engine_features
@@ -116,6 +119,11 @@ FEATURES = {
     "speculative decoding, got ngram": {"speculative_config": NGRAM},
     "quantised weights, got fp8": {"quantization": "fp8"},
     "tensor parallel size, got 4, wanted a divisor of the 6 kv heads": {"tensor_parallel_size": 4},
+    "--block-size, got 64, wanted none": {"block_size": 64},
+    "--attention-backend, got TRITON_ATTN, wanted none": {"attention_backend": "TRITON_ATTN"},
+    "--attention-config.flash_attn_version, got 2": {"attention_config": {"flash_attn_version": 2}},
+    "--kv-cache-dtype-skip-layers, got 0, 1": {"kv_cache_dtype_skip_layers": ["0", "1"]},
+    "--prefix-match-unit, got 16": {"prefix_match_unit": 16},
     "rotary embedding, got 'yarn'": {"hf_overrides": {"rope_parameters": YARN}},
 }
 
@@ -216,6 +224,25 @@ def test_plans_for_another_model(plans, tmp_path):
         assert "another geometry" in refusal(
             {"plan": str(tmp_path / "geometry.json"), "accept_weights": True}, PlanMismatchError
         )
+
+
+def test_the_weights_are_not_read_again(plan_files, monkeypatch):
+    """What `loopkv serve` has hashed is handed on; a plan for any weights needs no hash at all."""
+    read = []
+    monkeypatch.setattr(hashing, "hash_file", lambda file: read.append(file) or hashlib.sha256(b"").digest())
+    monkeypatch.setattr(hashing, "_kept", {})
+    monkeypatch.setenv(hashing.HANDED_ON, hashing.handed_on().get(hashing.HANDED_ON, ""))
+    configure({"plan": plan_files["int4"], "accept_weights": True})
+    assert not read
+    assert "other weights" in refusal({"plan": plan_files["int4"]}, PlanMismatchError)
+    assert [file.name for file in read] == ["model.safetensors"]
+    monkeypatch.undo()
+    fingerprint_model(model_folder())
+    monkeypatch.setenv(hashing.HANDED_ON, hashing.handed_on()[hashing.HANDED_ON])
+    monkeypatch.setattr(hashing, "_kept", {})
+    monkeypatch.setattr(hashing, "hash_file", lambda file: read.append(file))
+    configure({"plan": plan_files["int4"]})
+    assert len(read) == 1
 
 
 def test_plan_files_that_are_broken(plans, tmp_path):

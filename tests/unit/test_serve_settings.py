@@ -13,7 +13,7 @@ from loopkv.errors import LoopKVError, PlanFormatError, UnsupportedError
 from loopkv.models.config import parse_ouro_config
 from loopkv.models.ouro import ouro_geometry
 from loopkv.planner import named_plan
-from loopkv.vllm_plugin.command import serve_command
+from loopkv.vllm_plugin.command import MEANINGLESS_OPTIONS, serve_command
 from loopkv.vllm_plugin.settings import ServeSettings, SettingsError, read_settings
 
 vllm = importlib.util.find_spec("vllm")
@@ -193,6 +193,27 @@ def test_what_vllm_would_refuse_late_is_refused_at_once(monkeypatch, tmp_path, m
 
 
 @needs_vllm
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--attention-backend", "FLASHINFER"],
+        ["--attention-backend=FLASHINFER"],
+        ["--attention_backend", "FLASHINFER"],
+        ["--attention-config.backend", "FLASHINFER"],
+        ["--attention-config", '{"flash_attn_version": 2}'],
+        ["--block-size", "16"],
+        ["--block-size=32"],
+        ["--prefix-match-unit", "16"],
+    ],
+)
+def test_an_option_that_a_coded_cache_would_ignore_is_refused(monkeypatch, given):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    with pytest.raises(UnsupportedError) as caught:
+        serve_command("M", ServeSettings(plan="kivi4"), ["--port", "1", *given])
+    assert f"got {given[0]}, wanted no {given[0].partition('=')[0]}. hint: drop it" in str(caught.value)
+
+
+@needs_vllm
 def test_a_sibling_checkpoint_and_options_of_vllm_pass(monkeypatch, tmp_path):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     tiny = reference.model_folder()
@@ -207,7 +228,9 @@ def test_a_sibling_checkpoint_and_options_of_vllm_pass(monkeypatch, tmp_path):
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     assert len(names) > 100
-    serve_command(str(tiny), ServeSettings(plan="kivi4"), [name for name in names if name != "--additional-config"])
+    others = [name for name in names if name not in ("--additional-config", *MEANINGLESS_OPTIONS)]
+    serve_command(str(tiny), ServeSettings(plan="kivi4"), others)
+    assert set(MEANINGLESS_OPTIONS) < set(names)
 
 
 def test_the_serving_command_imports_no_torch_and_no_vllm():

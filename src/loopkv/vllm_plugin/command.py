@@ -22,6 +22,8 @@ from loopkv.vllm_plugin.settings import SETTINGS_KEY, ServeSettings, SettingsErr
 PLUGIN_NAME = "loopkv"
 _OPTION = "--additional-config"
 OWN_OPTIONS = ("--plan", "--prefill", "--seed-mode", "--accept-weights", "--dry-run")
+MEANINGLESS_OPTIONS = ("--attention-backend", "--attention-config", "--block-size", "--prefix-match-unit")
+"""Options of vLLM for a cache of its own, which the config hook refuses half a minute later."""
 NEAR = 0.8  # of difflib; no option of vLLM 0.26 comes so near to one of ours
 
 
@@ -41,6 +43,7 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
         PlanMismatchError: a plan of another geometry or other weights than the local model's.
         SettingsError: an argument that is nearly one of ``loopkv serve``'s own;
             an ``--additional-config`` that is no JSON object or has ``loopkv`` settings of its own.
+        UnsupportedError: an option of vLLM that has no meaning for a LoopKV cache.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedError(
@@ -73,9 +76,19 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse a misspelt option of ours, which vLLM would refuse after half a minute, or take for another."""
+    """Refuse a misspelt option of ours, which vLLM would refuse after half a minute, or take for another.
+
+    An option of vLLM's that would be ignored is refused here too.
+    """
     for argument in arguments:
         name = argument.partition("=")[0]
+        if name.replace("_", "-").partition(".")[0] in MEANINGLESS_OPTIONS:
+            raise UnsupportedError(
+                "a LoopKV plan cannot be served with an attention backend or block size of vLLM's",
+                got=argument[:80],
+                wanted=f"no {name[:80]}",
+                hint="drop it: the plan decides how blocks are laid out, and LoopKV's own operators read them",
+            )
         near = difflib.get_close_matches(name, OWN_OPTIONS, n=1, cutoff=NEAR) if name.startswith("--") else []
         if near:
             raise SettingsError(

@@ -6,13 +6,17 @@ costs no weight loading and is reported where the user typed.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from vllm import envs
+from vllm.config import AttentionConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.errors import UnsupportedError
@@ -54,7 +58,7 @@ class LoopKVConfigHook(VerifyAndUpdateConfig):
         plan, file = load_or_name(settings.plan, fingerprint)
         if file is not None:
             check_same_function(vllm_config.model_config)
-        if plan.fingerprint.weights_sha256 is not None:
+        if plan.fingerprint.weights_sha256 is not None and not settings.accept_weights:
             fingerprint = with_weights(fingerprint, vllm_config)
         plan.check_serves(fingerprint, accept_weights=settings.accept_weights)
         _check_tensor_parallel(vllm_config, fingerprint)
@@ -102,7 +106,7 @@ def limit_chunks(vllm_config: VllmConfig, exact_tokens: int, shares: bool, setti
 
 def check_backend_claim() -> None:
     """Refuse to start beside another plugin that took the CUSTOM attention backend."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import register_backend
 
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, BACKEND_CLASS)
@@ -189,10 +193,48 @@ def check_engine_features(vllm_config: VllmConfig) -> None:
             "prefill steps would be captured with one step's metadata",
         ),
         (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill", True, False, "drop the option"),
+        (
+            cache.user_specified_block_size,
+            "--block-size",
+            cache.block_size,
+            "none",
+            "drop it: the plan decides how many tokens a block holds",
+        ),
+        (
+            bool(cache.kv_cache_dtype_skip_layers),
+            "--kv-cache-dtype-skip-layers",
+            ", ".join(cache.kv_cache_dtype_skip_layers)[:80],
+            "none",
+            "drop it: the plan decides how each cell is stored",
+        ),
+        (
+            cache.prefix_match_unit is not None,
+            "--prefix-match-unit",
+            cache.prefix_match_unit,
+            "none",
+            "drop it: prefix hits end where blocks of coded and of exact tokens both begin",
+        ),
+        *_attention_checks(vllm_config),
     )
     for refused, what, got, wanted, hint in checks:
         if refused:
             raise UnsupportedError(f"a LoopKV plan cannot be served with {what}", got=got, wanted=wanted, hint=hint)
+
+
+def _attention_checks(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, object, object, str]]:
+    """Rows for every attention option: LoopKV's cells have one reader, so that any of them would be ignored."""
+    given, default = vllm_config.attention_config, AttentionConfig()
+    for field in dataclasses.fields(AttentionConfig):
+        value = getattr(given, field.name)
+        name = "--attention-backend" if field.name == "backend" else f"--attention-config.{field.name}"
+        told = value.name if isinstance(value, AttentionBackendEnum) else str(value)[:80]
+        yield (
+            value not in (getattr(default, field.name), AttentionBackendEnum.CUSTOM),
+            name,
+            told,
+            "none",
+            "drop it: LoopKV's own operators read the coded cache",
+        )
 
 
 def model_fingerprint(model_config: ModelConfig) -> Fingerprint:
