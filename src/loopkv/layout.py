@@ -110,12 +110,22 @@ def _blocks_about(residency: Residency, tokens: int) -> int:
     return sum(residency.history_blocks(n) + residency.window_blocks(n) for n in lengths)
 
 
+def _history_choices(policy: Policy) -> list[int]:
+    """History block sizes that whole pages fill and that prefix-cache hits can start, the usual ones first."""
+
+    def fits(bh: int) -> bool:
+        return bh % policy.page_tokens == 0 and Residency(policy, bh, 1).hits_are_possible
+
+    usual = [bh for bh in HISTORY_BLOCK_CHOICES if fits(bh)]
+    return usual or [bh for bh in range(policy.page_tokens, HISTORY_BLOCK_CHOICES[-1] + 1) if fits(bh)]
+
+
 def _choose_blocks(
     policy: Policy, page_bytes: int, window_token_bytes: int, history_block_tokens: int | None, window_block: int | None
 ) -> tuple[int, int, int]:
     """(history block tokens, window block tokens, block bytes) with the least bytes for requests of about 8K tokens."""
     if history_block_tokens is None:
-        history_choices = [bh for bh in HISTORY_BLOCK_CHOICES if bh % policy.page_tokens == 0] or [policy.page_tokens]
+        history_choices = _history_choices(policy)
     elif history_block_tokens < 1 or history_block_tokens % policy.page_tokens:
         raise UnsupportedError(
             "history block",
@@ -159,7 +169,8 @@ def lay_out(
     Args:
         plan: the plan.
         exact_itemsize: bytes of the engine's cache dtype.
-        history_block_tokens, window_block_tokens: fix a block size instead of choosing it.
+        history_block_tokens, window_block_tokens: fix a block size instead of choosing it; with a history block fixed
+            to a size that ``Residency.hits_are_possible`` denies, prefix-cache hits end before the history begins.
 
     Raises:
         UnsupportedError: a head size the codec cannot code, or block sizes that fit no page.

@@ -141,8 +141,17 @@ class Residency:
 
     @property
     def grid_tokens(self) -> int:
-        """Prefix-cache hits land on multiples of this."""
+        """Prefix-cache hits land on multiples of this: on all of them if ``hits_are_possible``."""
         return math.lcm(self.history_block_tokens, self.window_block_tokens)
+
+    @property
+    def hits_are_possible(self) -> bool:
+        """Whether a hit can reach into the history: where one block begins with the page after a window, all do.
+
+        At a multiple of the grid, ``E`` is the window, in whole pages, less than a multiple of the history block.
+        """
+        window_pages = math.ceil(self.policy.window_tokens / self.policy.page_tokens)
+        return window_pages * self.policy.page_tokens % self.history_block_tokens == 0
 
     def can_resume_at(self, tokens: int) -> bool:
         """Whether a request may start after a hit of ``tokens`` tokens without writing into a block it shares.

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loopkv.artifacts import Fingerprint, Plan
@@ -96,6 +96,36 @@ def test_any_page_has_a_block(page: int) -> None:
     layout = lay_out(plan_of(("int4",) * 96, policy=Policy(sink_tokens=0, page_tokens=page)))
     assert layout.history_block_tokens % page == 0
     assert layout.residency.grid_tokens <= max(MAX_HIT_GRID_TOKENS, page)
+    assert layout.residency.hits_are_possible
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    page = draw(st.integers(1, 256) | st.sampled_from((8, 16, 32, 64)))
+    return Policy(sink_tokens=page * draw(st.integers(0, 4)), window_tokens=draw(st.integers(1, 600)), page_tokens=page)
+
+
+@settings(max_examples=150, deadline=None)
+@given(policies(), st.sampled_from(("bf16", "int4", "int2")), st.sampled_from((2, 4)))
+@example(Policy(window_tokens=100, page_tokens=16), "int4", 2)
+@example(Policy(window_tokens=288), "int2", 2)
+def test_prefix_hits_land_where_the_layout_says_under_any_policy(policy: Policy, option: str, itemsize: int) -> None:
+    """The start-up line names ``grid_tokens``: a hit must be possible at every multiple of it, however long."""
+    if option != "bf16" and policy.page_tokens % policy.group:
+        option = "bf16"  # no code for such a page
+    layout = lay_out(plan_of((option,) * 96, policy=policy), exact_itemsize=itemsize)
+    rule = layout.residency
+    for limit in (policy.first_coded_position + rule.grid_tokens, 4000, 65536):
+        assert rule.last_resume_point(limit) == limit // rule.grid_tokens * rule.grid_tokens
+    assert rule.grid_tokens <= max(MAX_HIT_GRID_TOKENS, layout.history_block_tokens)
+
+
+def test_history_blocks_of_a_window_that_no_usual_block_divides() -> None:
+    """A window of 100 tokens is 7 pages of 16: blocks of 16 or 112 tokens can start where one ends, 32 cannot."""
+    layout = lay_out(plan_of(("int4",) * 96, policy=Policy(window_tokens=100, page_tokens=16, group=16)))
+    assert layout.history_block_tokens in (16, 112)
+    # 288 tokens are 9 pages of 32.
+    assert lay_out(plan_of(("int2",) * 96, policy=Policy(window_tokens=288))).history_block_tokens == 32
 
 
 @st.composite

@@ -62,7 +62,7 @@ def test_hits_resume_where_blocks_begin() -> None:
     # A window of 100 tokens ends history at 16 * floor((160 - 100) / 16) = 48 of 32: no multiple of 32 resumes there.
     odd = Residency(Policy(window_tokens=100, page_tokens=16), 32, 32)
     assert odd.last_resume_point(8191) == 128  # E(128) = 32, the sink: nothing is coded yet
-    assert not odd.can_resume_at(160)
+    assert not odd.can_resume_at(160) and not odd.hits_are_possible
 
 
 @given(rules(), st.integers(0, 3000), st.integers(1, 300))
@@ -135,3 +135,13 @@ def test_resume_points(rule: Residency, limit: int, entries: int | None) -> None
 
     assert tokens == 0 or fits(tokens)
     assert not any(fits(n) for n in range(tokens + rule.grid_tokens, limit + 1, rule.grid_tokens))
+
+
+@given(rules())
+@example(Residency(Policy(window_tokens=100, page_tokens=16), 112, 8))
+def test_hits_land_on_every_multiple_of_the_grid_or_on_none_with_history(rule: Residency) -> None:
+    first = -(-(rule.policy.first_coded_position + 1) // rule.grid_tokens)
+    for number in range(1, first):
+        assert rule.can_resume_at(number * rule.grid_tokens), "nothing is coded there"
+    for number in range(first, first + 5):
+        assert rule.can_resume_at(number * rule.grid_tokens) is rule.hits_are_possible
