@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MIN_SPLIT_PAGES = 4
 MAX_SPLITS = 32
-"""A row's history is read in splits of a power of two of pages, at least the one, in at most as many as the other."""
+"""A row's history is read in splits of equally many pages: at least the one, and as few as make at most the other."""
 
 
 class Policy(BaseModel):
@@ -42,10 +42,7 @@ class Policy(BaseModel):
         the kernels and every batch decide alike which tokens are cold. The last split may be shorter.
         """
         pages = (self.history_end(tokens) - self.sink_tokens) // self.page_tokens
-        split = MIN_SPLIT_PAGES
-        while split * MAX_SPLITS < pages:
-            split *= 2
-        return split
+        return max(MIN_SPLIT_PAGES, -(-pages // MAX_SPLITS))
 
     @property
     def first_coded_position(self) -> int:

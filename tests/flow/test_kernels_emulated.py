@@ -90,6 +90,16 @@ def test_the_same_bits_however_splits_are_grouped() -> None:
         assert all(torch.equal(wanted[row], other[row]) for row in (0, 2, 3))
 
 
+@pytest.mark.parametrize("blocks", [1, 16])
+def test_splits_of_a_number_of_pages_that_is_no_power_of_two(blocks: int) -> None:
+    """135 pages: 27 splits of five, in groups of several and alone."""
+    case = make_case(CaseSpec((4600,), 1, 1, 64, ("int4", "int2"), 14.0))
+    assert case.spec.policy.split_pages(4600) == 5
+    kernels = EmulatedKernels(case, blocks=blocks)
+    for cell in range(2):
+        _check_decode(case, kernels, cell)
+
+
 def test_pages_and_mixed_steps() -> None:
     """A step of 40 new tokens a row: coded pages byte for byte, every query by its own boundary."""
     case = make_case(CaseSpec((330, 20, 660), 1, 3, 96, ("share", "int4"), keep_exact=True, window_block_tokens=10))

@@ -18,7 +18,7 @@ from loopkv.kernels.operators import CudaOperators, StepView
 
 SHAPES = [(dim, group) for dim in (64, 96, 128, 256) for group in (1, 2, 3, 4, 5, 6, 7, 8, 16)]
 OPTIONS = [(("int4", "int4"), None), (("share", "int4"), 14.0), (("int2", "bf16"), None)]
-EDGES = (1, 31, 32, 33, 287, 288, 319, 320, 321, 351, 352, 353, 1000, 2501)
+EDGES = (1, 31, 32, 33, 287, 288, 319, 320, 321, 351, 352, 353, 1000, 2501, 4600)
 
 
 @functools.lru_cache(maxsize=4)

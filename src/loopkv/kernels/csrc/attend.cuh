@@ -964,8 +964,9 @@ struct CodedSplit {
       // Copy groups (no bulk copies): a page's low plane and another's main part in every turn.
       constexpr int kMain = 2 * (STAGES - 2);
       static_assert(STAGES == 3, "kMain holds for all turns");
-      for (int i = 0; i <= count; ++i) {
-        const bool more = i < count, turn = !more || (i & (span.split_pages - 1)) == 0;  // a split ended before
+      for (int i = 0, edge = 0; i <= count; ++i) {
+        const bool more = i < count, turn = !more || i == edge;  // a split ended before
+        if (i == edge) edge += span.split_pages;
         uint32_t wanted = 0;
         int stage = 0;
         if (turn && i > 0) end_split();

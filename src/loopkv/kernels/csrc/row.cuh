@@ -33,7 +33,7 @@ struct Span {
   int exact;   // exact tokens
   int chunks;  // tasks over them
   int pages;   // of the history
-  int split_pages;  // min_split_pages times a power of two, itself one
+  int split_pages;  // as few as make at most max_splits, but min_split_pages
   int splits;  // tasks over them
 
   LKV_DEVICE int parts() const { return chunks + splits; }
@@ -50,8 +50,8 @@ LKV_DEVICE Span span_of(const CacheGeometry& g, int tokens, int queries) {
   span.exact = span.last <= span.recent ? span.sink : span.sink + span.last - span.recent;
   span.chunks = (span.exact + kChunkTokens - 1) / kChunkTokens;
   span.pages = span.last <= end ? 0 : (end - g.sink_tokens) / kPolicyPageTokens;
-  span.split_pages = g.min_split_pages;
-  while (span.split_pages * g.max_splits < span.pages) span.split_pages *= 2;
+  span.split_pages = (span.pages + g.max_splits - 1) / g.max_splits;
+  if (span.split_pages < g.min_split_pages) span.split_pages = g.min_split_pages;
   span.splits = (span.pages + span.split_pages - 1) / span.split_pages;
   return span;
 }
