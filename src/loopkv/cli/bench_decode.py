@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from loopkv.records import Record
 
+from loopkv.cli.model import FOLDER_OR_NAME, parse_model
 from loopkv.paths import check_output_file, check_output_folder
 
 WIDTH = 120
@@ -36,7 +37,10 @@ def decode_command(
         str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b|tiny", help="Dummy weights of this geometry.")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the dummy model, instead of the geometry's.")] = None,
-    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Ouro checkpoint instead of --geometry.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(parser=parse_model, metavar=FOLDER_OR_NAME, help="Ouro checkpoint instead of --geometry."),
+    ] = None,
     contexts: Annotated[str, typer.Option(metavar="N,N,...", help="Tokens of every request.")] = "8192,16384,32768",
     batches: Annotated[
         str, typer.Option(metavar="B,B,...", help="Rows: numbers, or shares of the resident peak.")

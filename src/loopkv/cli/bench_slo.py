@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.model import FOLDER_OR_NAME, parse_model
 from loopkv.paths import check_output_file, check_output_folder
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ def slo_command(
             "--output", "-o", callback=check_output_file, help="Records file; a run resumes from what it holds."
         ),
     ],
-    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Checkpoint to serve.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(parser=parse_model, metavar=FOLDER_OR_NAME, help="Checkpoint to serve.")
+    ] = None,
     geometry: Annotated[
         str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b|tiny", help="Dummy weights instead of --model.")
     ] = None,
@@ -47,6 +50,10 @@ def slo_command(
     ] = None,
     natural_end: Annotated[bool, typer.Option(help="Let answers end by themselves (output_tokens caps them).")] = False,
     all_rungs: Annotated[bool, typer.Option(help="Also run rungs above one that fails every bound.")] = False,
+    find: Annotated[
+        float | None,
+        typer.Option(metavar="K", help="Bisect --rates: only the rungs that find the capacity at K tau0."),
+    ] = None,
     work: Annotated[Path, typer.Option(callback=check_output_folder, help="Folder for logs and scratch files.")] = Path(
         "build/bench-slo"
     ),
@@ -102,6 +109,7 @@ def slo_command(
         server_arguments=tuple(arguments),
         ignore_eos=not natural_end,
         climb_past_failure=all_rungs,
+        find_k=find,
         max_seconds=max_seconds,
     )
     result = run_slo(settings, lambda line: typer.echo(line, err=True))

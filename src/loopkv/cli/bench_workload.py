@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from loopkv.cli.model import FOLDER_OR_NAME, parse_model
 from loopkv.paths import check_output_file
 
 
@@ -30,7 +31,12 @@ def register(app: typer.Typer) -> None:
             int | None, typer.Option(help="Maximum total tokens, in place of the traffic's own.")
         ] = None,
         model: Annotated[
-            Path | None, typer.Option(help="Model folder whose tokenizer makes prompt text of each length.")
+            Path | None,
+            typer.Option(
+                parser=parse_model,
+                metavar=FOLDER_OR_NAME,
+                help="Model whose tokenizer makes prompt text of each length.",
+            ),
         ] = None,
         rate: Annotated[
             float | None, typer.Option(help="Also write Poisson arrival times at this many requests/s.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.model import FOLDER_OR_NAME, model_name, parse_model
 from loopkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ def capacity_command(
     plan: Annotated[
         str, typer.Option(metavar="FILE|NAME", help="A plan file, or a hand-made plan by name.", show_default=False)
     ],
-    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Checkpoint whose weights are served.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(parser=parse_model, metavar=FOLDER_OR_NAME, help="Checkpoint whose weights are served."),
+    ] = None,
     geometry: Annotated[
         str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b", help="A known model instead of --model.")
     ] = None,
@@ -63,7 +67,7 @@ def capacity_command(
     made = Plan.load(plan) if Path(plan).exists() or plan.endswith(".json") else None
     size = _model_size(model, geometry, made, "loopkv capacity")
     if made is None:
-        made = named_plan(plan, Fingerprint(name=geometry or str(model), geometry=size.geometry))
+        made = named_plan(plan, Fingerprint(name=geometry or model_name(model), geometry=size.geometry))
     prediction = predict_capacity(
         [made],
         size,

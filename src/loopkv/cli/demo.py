@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loopkv.cli.documents import check_documents_file
+from loopkv.cli.model import FOLDER_OR_NAME, parse_model
 from loopkv.paths import check_output_folder
 
 if TYPE_CHECKING:
@@ -25,7 +26,12 @@ def register(app: typer.Typer) -> None:
             Path, typer.Option("--output", "-o", callback=check_output_folder, help="Folder for the report.")
         ] = Path("build/demo"),
         model: Annotated[
-            Path | None, typer.Option(help="Folder of a looped model; the embedded reference model by default.")
+            Path | None,
+            typer.Option(
+                parser=parse_model,
+                metavar=FOLDER_OR_NAME,
+                help="A looped model; looped-tiny, the embedded one, by default.",
+            ),
         ] = None,
         documents: Annotated[
             Path | None, typer.Option(help="Documents to profile on (.jsonl, .jsonl.xz, .txt).")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loopkv.cli.documents import DEFAULT_TOKENS, SeedOption, TokensOption, check_documents_file
+from loopkv.cli.model import ModelArgument
 from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def add(group: typer.Typer) -> None:
 
     @group.command()
     def additivity(
-        model: Annotated[Path, typer.Argument(help="Folder of the looped model (Hugging Face layout).")],
+        model: ModelArgument,
         profile: Annotated[Path, typer.Argument(help="Profile made on the first documents of the file.")],
         documents: Annotated[Path, typer.Option("--documents", help="The file of texts the profile was made on.")],
         unseen: Annotated[int, typer.Option(min=1, help="Number of documents after the profile's.")] = 8,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.model import ModelArgument
 from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def add(group: typer.Typer) -> None:
 
     @group.command()
     def served(
-        model: Annotated[Path, typer.Argument(help="Folder of the looped model (Hugging Face layout).")],
+        model: ModelArgument,
         plans: Annotated[
             list[str], typer.Argument(help="Plan files, names such as kivi4, or 'stock' (no plan: the dtype's floor).")
         ],

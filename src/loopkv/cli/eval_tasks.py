@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.model import OptionalModelArgument
 from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
@@ -20,9 +21,7 @@ def add(group: typer.Typer) -> None:
 
     @group.command()
     def tasks(
-        model: Annotated[
-            Path | None, typer.Argument(help="Folder of the looped model. Default: the reference model.")
-        ] = None,
+        model: OptionalModelArgument = None,
         plans: Annotated[
             list[str] | None, typer.Option("--plan", help="Plan file, or a name such as kivi4; may be repeated.")
         ] = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.model import ModelArgument
 from loopkv.errors import LoopKVError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def generate(
-        model: Annotated[Path, typer.Argument(help="Folder of the looped model (Hugging Face layout).")],
+        model: ModelArgument,
         plan: Annotated[str, typer.Option("--plan", help="Plan file, or a name such as kivi4.")] = "bf16",
         prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Text to continue; may be repeated.")] = None,
         prompt_file: Annotated[

@@ -21,6 +21,7 @@ from loopkv.cli.documents import (
     TokensOption,
     check_documents_file,
 )
+from loopkv.cli.model import ModelArgument
 from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def measure(
-        model: Annotated[Path, typer.Argument(help="Folder of the looped model (Hugging Face layout).")],
+        model: ModelArgument,
         plans: Annotated[list[str], typer.Argument(help="Plan files, or names such as kivi4.")],
         documents: DocumentsOption = None,
         prompts: PromptsOption = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.model import FOLDER_OR_NAME, parse_model
 from loopkv.errors import UnsupportedError
 from loopkv.paths import check_output_file
 
@@ -53,7 +54,8 @@ def plan_command(
         ),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Checkpoint, for --named without a profile.")
+        Path | None,
+        typer.Option(parser=parse_model, metavar=FOLDER_OR_NAME, help="Checkpoint, for --named without a profile."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", callback=check_output_file, metavar="FILE", help="Write the plan.")

@@ -20,6 +20,7 @@ from loopkv.cli.documents import (
     TokensOption,
     check_documents_file,
 )
+from loopkv.cli.model import ModelArgument
 from loopkv.paths import check_output_file
 
 
@@ -28,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def profile(
-        model: Annotated[Path, typer.Argument(help="Folder of the looped model (Hugging Face layout).")],
+        model: ModelArgument,
         output: Annotated[Path, typer.Option("--output", "-o", callback=check_output_file, help="Profile to write.")],
         documents: DocumentsOption = None,
         prompts: PromptsOption = None,

@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
     )
     def serve(
         context: typer.Context,
-        model: str = typer.Argument(..., help="Model folder, or a Hugging Face name."),
+        model: str = typer.Argument(..., help="Model folder, a Hugging Face name, or looped-tiny, the embedded model."),
         plan: str = typer.Option(..., "--plan", help="Plan file, or a named plan such as kivi4."),
         prefill: str = typer.Option(
             "exact", help="exact: output never depends on chunking. fast: longer chunks for plans with shared cells."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.model import FOLDER_OR_NAME, model_name, parse_model
 from loopkv.errors import UnsupportedError
 from loopkv.paths import check_output_file
 
@@ -28,7 +29,10 @@ def simulate_command(
     ],
     geometry: Annotated[str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b", help="A known model.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers, instead of the geometry's (as for bench slo).")] = None,
-    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Checkpoint instead of --geometry.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(parser=parse_model, metavar=FOLDER_OR_NAME, help="Checkpoint instead of --geometry."),
+    ] = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help="As for loopkv capacity; H200 by default.")] = None,
     bandwidth: Annotated[float | None, typer.Option(metavar="TB/S", help="Effective bandwidth of a step.")] = None,
     memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory.")] = None,
@@ -85,7 +89,7 @@ def simulate_command(
         raise UnsupportedError("--hot-share", got=hot_share, wanted="a share from 0 to 1")
     starts = _seeds(seeds)
     requests = read_workload(workload)
-    name = geometry or str(model)
+    name = geometry or model_name(model)
     if layers is not None:
         if geometry is None:
             raise UnsupportedError("--layers", got="no --geometry", wanted="a known geometry to cut")

@@ -19,6 +19,7 @@ from loopkv.cli.documents import (
     TokensOption,
     check_documents_file,
 )
+from loopkv.cli.model import ModelArgument
 from loopkv.paths import check_output_file
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def tau(
-        model: Annotated[Path, typer.Argument(help="Folder of the looped model (Hugging Face layout).")],
+        model: ModelArgument,
         plan: Annotated[str, typer.Argument(help="Plan file, or a name such as kivi4 (then give --output).")],
         output: Annotated[
             Path | None,

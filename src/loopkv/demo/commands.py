@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from loopkv.artifacts import Plan
+from loopkv.reference import MODEL_NAME, model_folder
 
 GROUPS = ("plan", "measure", "tasks", "capacity", "generate")
 """Groups of figures that no single verb draws: the demo itself does."""
@@ -35,7 +36,8 @@ def demo_command(
 
 def profile_command(folder: Path, documents: Path, limit: int, max_tokens: int, output: Path) -> str:
     """``loopkv profile`` of the same documents into ``output``."""
-    words = ["loopkv", "profile", _near(folder), "-o", output, "--documents", _near(documents)]
+    model = MODEL_NAME if folder == model_folder() else _near(folder)
+    words = ["loopkv", "profile", model, "-o", output, "--documents", _near(documents)]
     return shlex.join(map(str, [*words, "--limit", limit, "--max-tokens", max_tokens]))
 
 

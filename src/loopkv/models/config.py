@@ -12,6 +12,7 @@ from loopkv.artifacts.storage import read_json
 from loopkv.errors import ModelFormatError
 from loopkv.geometry import MAX_CELLS
 from loopkv.models.settings import check_settings
+from loopkv.reference import MODEL_NAME
 
 
 class OuroConfig(BaseModel):
@@ -71,7 +72,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"model {folder}",
             got="no such folder" if not folder.exists() else "a file",
             wanted="a local Hugging Face folder (config.json, *.safetensors, tokenizer.json)",
-            hint="download the checkpoint first, e.g. `hf download ByteDance/Ouro-1.4B --local-dir Ouro-1.4B`",
+            hint="download the checkpoint first, e.g. `hf download ByteDance/Ouro-1.4B --local-dir Ouro-1.4B`; "
+            f"{MODEL_NAME} is the embedded one",
         )
     config = read_json(folder / "config.json", ModelFormatError, "model config")
     if not isinstance(config.get("model_type"), str):

@@ -9,6 +9,15 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parent
 MODEL_NAME = "looped-tiny"
+"""What every command takes for the folder of the reference model."""
+
+
+def model_place(text: str) -> str:
+    """Where the model that a user means lies: the name of the reference model wins over a folder that is called so.
+
+    Anything else (a path, a name on the Hugging Face hub) stays as it is.
+    """
+    return str(model_folder()) if text == MODEL_NAME else text
 
 
 def model_folder() -> Path:

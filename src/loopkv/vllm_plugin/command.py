@@ -17,6 +17,7 @@ from typing import Any
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.errors import UnsupportedError
 from loopkv.geometry import Geometry
+from loopkv.reference import model_place
 from loopkv.vllm_plugin.settings import SETTINGS_KEY, ServeSettings, SettingsError
 
 PLUGIN_NAME = "loopkv"
@@ -31,7 +32,7 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
     """The command line ``vllm serve MODEL --additional-config {...} ...``: exactly what a user could type.
 
     Args:
-        model: a local folder or a Hugging Face name.
+        model: a local folder, a Hugging Face name, or the name of the embedded model.
         settings: the plan and how to run it.
         vllm_arguments: further arguments of ``vllm serve``; an ``--additional-config`` among them is merged.
 
@@ -62,6 +63,7 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
         )
     if model.startswith("-"):
         raise SettingsError("loopkv serve: MODEL", got=repr(model)[:80], wanted="the model before any option of vLLM")
+    model = model_place(model)
     _check_arguments(vllm_arguments)
     if settings.names_file:
         settings = settings.model_copy(update={"plan": str(Path(settings.plan).resolve())})
