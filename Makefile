@@ -64,4 +64,4 @@ wheel: $(STAMP) ## dist/: a wheel that carries compiled kernels (needs nvcc; wit
 	$(PY) -m wheel tags --platform-tag linux_x86_64 --remove dist/loopkv-*-py3-none-any.whl
 
 clean: ## remove build products (the environment stays)
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -33,7 +33,6 @@ _SOURCES = Path(loopkv.kernels.__file__).parent / "csrc"
 @functools.cache
 def emulated(head_dim: int, group_queries: int, bulk_copy: bool = True) -> ctypes.CDLL:
     """The kernels for one head size, compiled for the host."""
-    target = Path(tempfile.mkdtemp(prefix="loopkv-emulated-")) / "kernels.so"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
     defines = [
         f"-DLOOPKV_HEAD_DIM={head_dim}",
@@ -41,8 +40,10 @@ def emulated(head_dim: int, group_queries: int, bulk_copy: bool = True) -> ctype
         f"-DLOOPKV_SINGLE={int(group_queries == 1)}",
         f"-DLOOPKV_BULK_COPY={int(bulk_copy)}",
     ]
-    subprocess.run(["g++", *flags, *defines, "-o", str(target), str(_SOURCES / "emulated.cpp")], check=True)
-    return ctypes.CDLL(str(target))
+    with tempfile.TemporaryDirectory(prefix="loopkv-emulated-") as folder:  # a loaded library needs its file no more
+        target = Path(folder) / "kernels.so"
+        subprocess.run(["g++", *flags, *defines, "-o", str(target), str(_SOURCES / "emulated.cpp")], check=True)
+        return ctypes.CDLL(str(target))
 
 
 class EmulatedKernels:

@@ -1,6 +1,7 @@
 """Counters between processes: files that neither a full disk nor another server takes away."""
 
 import errno
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -48,6 +49,28 @@ def test_a_killed_workers_file_goes_with_the_next_worker(tmp_path):
     assert name("2").exists(), "a living worker's file stays"
     living.close()
     other.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_that_ends_in_order_removes_its_file(tmp_path, method):
+    path = tmp_path / counters_path("1", 0, 0).name
+    worker = multiprocessing.get_context(method).Process(target=Counters, args=(path,))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0 and not path.exists()
+    code = f"from pathlib import Path; from loopkv.vllm_plugin.metrics import Counters; Counters(Path({str(path)!r}))"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    assert not path.exists()
+
+
+def test_a_forked_child_leaves_its_parents_file_alone(tmp_path):
+    path = tmp_path / counters_path("1", 0, 0).name
+    living = Counters(path)
+    child = multiprocessing.get_context("fork").Process(target=print)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0 and read_counters(path) is not None
+    living.close()
 
 
 def test_a_living_workers_file_is_known_by_its_lock_not_by_its_process_number(tmp_path):

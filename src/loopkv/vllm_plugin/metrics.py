@@ -7,12 +7,12 @@ Worker and server share a machine; on other nodes the counters stay in the worke
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import fcntl
 import logging
 import mmap
+import multiprocessing.util
 import os
 import struct
 import tempfile
@@ -75,7 +75,8 @@ class Counters:
             )
             return
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, os.getpid())
-        atexit.register(self.close)
+        # Not atexit: a forked child of multiprocessing, as vLLM's engine is, ends without it.
+        multiprocessing.util.Finalize(None, self.close, exitpriority=0)
         self.flush()
 
     def add(self, name: str, amount: int) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -37,21 +38,23 @@ def running_server(command: Sequence[str], log: Path, environment: Mapping[str, 
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**os.environ, **handed_on(), **(environment or {})}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=variables,
-            start_new_session=True,
-        )
-    try:
-        _wait(process, url, log)
-        yield url
-    finally:
-        _stop(process)
+    # vLLM's processes talk through sockets in the temporary folder and leave them there.
+    with tempfile.TemporaryDirectory(prefix="loopkv-") as sockets:
+        variables = {**os.environ, **handed_on(), "VLLM_RPC_BASE_PATH": sockets, **(environment or {})}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=variables,
+                start_new_session=True,
+            )
+        try:
+            _wait(process, url, log)
+            yield url
+        finally:
+            _stop(process)
 
 
 def last_telling_line(log: Path) -> str:
