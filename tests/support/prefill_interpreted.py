@@ -17,8 +17,10 @@ from torch import Tensor
 from loopkv.engine.attention import KV, policy_attention
 from loopkv.kernels import prefill_plan
 from loopkv.kernels.cases import Case, CaseSpec, coded_pages, make_case
+from loopkv.kernels.int_arrays import FixedArrays
 from loopkv.kernels.operators import StepView
 from loopkv.kernels.prefill import Prefill, PrefillPlan
+from loopkv.kernels.prefill_plan import Room, boundaries, fixed_arrays
 from loopkv.policy import Policy
 
 TOLERANCE = 1e-5
@@ -130,6 +132,55 @@ def check(spec: CaseSpec, counts: list[int], *, groups: int, coded_tokens: int =
     print("ok", spec.tokens, counts, spec.options, f"{len(late)} late pages")
 
 
+def check_fixed_arrays(spec: CaseSpec, counts: list[int], room: Room) -> None:
+    """A group in the arrays of a graph gives the same results, and no padded row or token is read or written.
+
+    The rows of the case come after a gap of rows and tokens, as padded decode rows leave it.
+    """
+    gap_rows, gap = 3, 5
+    case = make_case(spec)
+    policy, group = case.layout.policy, spec.group_queries
+    prefill, _, _ = planned(case, counts, room.coded_tokens)
+    new, lens = np.array(counts, np.int32), np.array(spec.tokens, np.int32)
+    start = (gap + np.cumsum(new) - new).astype(np.int32)
+    rows = boundaries(policy, gap_rows + np.arange(len(new), dtype=np.int32), start, lens - new, new)
+    assert room.holds(policy, rows)
+    arrays = FixedArrays(room.shapes(policy), torch.device("cpu"))
+    fixed = prefill.fixed_group(room, gap, arrays.views)
+    none = np.zeros(0, np.int32)
+    pool = case.pool.clone()
+    width = [case.history_table.shape[1], case.window_table.shape[1]]
+    tables = [torch.full((gap_rows + room.rows, n), 1 << 30, dtype=torch.int32) for n in width]  # no such block
+    for table, source in zip(tables, (case.history_table, case.window_table), strict=True):
+        table[gap_rows : gap_rows + len(new)] = source
+    step = StepView(pool, *tables, case.seq_lens, None, gap_rows + room.rows)
+    tokens = gap + room.new_tokens
+    for cell in range(len(case.layout.cells)):
+        kv = torch.full((tokens, 2 * spec.kv_heads, spec.head_dim), math.nan)
+        q = torch.full((tokens, spec.kv_heads * group, spec.head_dim), math.nan)
+        for row, count in enumerate(counts):
+            span = slice(int(start[row]), int(start[row]) + count)
+            kv[span] = torch.cat(case.exact_kv(cell, row, range(spec.tokens[row] - count, spec.tokens[row])), 1)
+            noise = 1 + 0.3 * torch.randn(count, 1, 1, generator=torch.Generator().manual_seed(row))
+            q[span] = case.q[cell, row].expand(count, -1, -1) * noise
+        k, v = kv[:, : spec.kv_heads], kv[:, spec.kv_heads :]
+        for these in (boundaries(policy, none, none, none, none), rows):
+            arrays.fill(fixed_arrays(policy, these, room))
+            out = torch.full_like(q, math.nan)
+            prefill.attend(cell, q, k, v, out, step, PrefillPlan((fixed,), (), False))
+            assert len(these.row) or bool(out.isnan().all())
+        done = torch.zeros(tokens, dtype=torch.bool)
+        for row, count in enumerate(counts):
+            span = slice(int(start[row]), int(start[row]) + count)
+            wanted = reference(case, cell, row, q[span])
+            error = (out[span] - wanted).norm(dim=(1, 2)) / wanted.norm(dim=(1, 2))
+            assert float(error.max()) < TOLERANCE, (spec, cell, row, int(error.argmax()), float(error.max()))
+            done[span] = True
+        assert bool(out[~done].isnan().all())
+    assert torch.equal(pool, case.pool)
+    print("ok fixed", spec.tokens, counts, room)
+
+
 def check_hostile_values(dim: int, options: tuple[str, str]) -> None:
     """Codes of NaN, infinities, zeros of either sign, constants, subnormals and values beyond fp16."""
     tokens, heads = 128 + 32, 2
@@ -186,6 +237,12 @@ def main() -> int:
         [130],
         groups=1,
     )
+    check_fixed_arrays(
+        CaseSpec((150, 20, 190), 1, 2, 64, ("share", "int4"), window_block_tokens=10, policy=SHORT, **exact),
+        [40, 20, 64],
+        Room(5, 128, 512),
+    )
+    check_fixed_arrays(CaseSpec((600,), 1, 1, 64, ("int2", "bf16"), policy=SHORT, **exact), [64], Room(1, 64, 640))
     check_hostile_values(128, ("int4", "int2"))
     check_hostile_values(96, ("int2", "int4"))
     return 0

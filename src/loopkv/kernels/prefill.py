@@ -23,13 +23,14 @@ from torch import Tensor
 from loopkv.kernels.descriptor import CellDescriptor, cell_descriptors
 from loopkv.kernels.encode import encode_kernel
 from loopkv.kernels.expand import expand_kernel
+from loopkv.kernels.int_arrays import Ints, send
 from loopkv.kernels.join import join_kernel
-from loopkv.kernels.launch import Launcher
+from loopkv.kernels.launch import Branch, Launcher
 from loopkv.kernels.operators import StepView
 from loopkv.kernels.prefill_plan import (
     INFO_COLUMNS,
     GroupArrays,
-    Ints,
+    Room,
     Rows,
     batches,
     group_arrays,
@@ -37,12 +38,11 @@ from loopkv.kernels.prefill_plan import (
     rows_there,
     runs_of,
     splits,
+    tiles,
 )
 from loopkv.layout import Layout
 
 _EXACT_ROWS = 16  # rows whose earlier window fits beside a full step's tokens; more are divided
-
-_ALIGN = 4  # integers: 16 bytes
 
 
 class VarlenAttention(Protocol):
@@ -88,6 +88,7 @@ class Group:
         max_new, max_coded, max_exact: most tokens of a row: new ones, history before every boundary, exact buffer.
         splits: pieces that attention over the history divides its keys into.
         copies: whether the exact buffer is a copy; else no row has earlier tokens and the step's own k, v serve.
+        fixed: whether the arrays keep their places, as those of a CUDA graph do.
         info: [R, 16] int32, see ``expand``.
         cu_new, cu_coded, cu_exact: [R + 1] int32.
         expand_tasks, encode_tasks, join_tasks: [N, 2] int32; may be empty.
@@ -100,6 +101,7 @@ class Group:
     max_exact: int
     splits: int
     copies: bool
+    fixed: bool
     info: Tensor
     cu_new: Tensor
     cu_coded: Tensor
@@ -122,6 +124,11 @@ class PrefillPlan:
     groups: tuple[Group, ...]
     others: tuple[tuple[int, int], ...]
     others_leave: bool
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the plan is part of a CUDA graph."""
+        return any(group.fixed for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +185,7 @@ class Prefill:
         coded, exact = ((buffer(n, self.heads), buffer(n, self.heads)) for n in (coded_tokens, self.exact_tokens))
         self.scratch = Scratch(*coded, *exact, buffer(max_tokens, self.heads * self.group))
         self.counters = torch.zeros(2, dtype=torch.int64, device=device) if counters is None else counters
+        self.branch = Branch(device)
         self._cells: tuple[CellDescriptor, ...] = cell_descriptors(layout)
         shape: dict[str, int] = {"H": self.heads, "D": self.dim}
         blocks = {
@@ -208,23 +216,13 @@ class Prefill:
         rows = list(
             batches(self.policy, lens, starts, taken, exact_tokens=self.exact_tokens, coded_tokens=self.coded_tokens)
         )
-        sent = self._send([array for group in rows for array in group_arrays(self.policy, group)])
+        arrays = [group_arrays(self.policy, group, copies=group.copies) for group in rows]
+        sent = send([array for group in arrays for array in group], self.device)
         each = len(GroupArrays._fields)
         groups = tuple(self._group(group, sent[each * i : each * (i + 1)]) for i, group in enumerate(rows))
         others = rows_there(lens, new) & ~taken
         leave = bool((new[others] > self.policy.window_tokens).any())
         return PrefillPlan(groups, tuple(runs_of(others)), leave)
-
-    def _send(self, arrays: list[Ints]) -> list[Tensor]:
-        """The arrays on the device, in one copy that nobody waits for; each begins at a multiple of 16 bytes."""
-        padded = [np.pad(array.ravel(), (0, -array.size % _ALIGN)) for array in arrays]
-        data = torch.from_numpy(np.concatenate(padded))
-        if self.device.type == "cuda":
-            data = data.pin_memory().to(self.device, non_blocking=True)
-        begins = np.cumsum([0, *(len(array) for array in padded)]).tolist()
-        return [
-            data[begin : begin + array.size].view(array.shape) for begin, array in zip(begins[:-1], arrays, strict=True)
-        ]
 
     def _group(self, rows: Rows, sent: list[Tensor]) -> Group:
         return Group(
@@ -233,9 +231,35 @@ class Prefill:
             int(rows.new.max()),
             int(rows.coded.max()),
             int(rows.exact.max()),
-            splits(rows, self.heads * self.group, self.multiprocessors),
+            self._splits(tiles(rows.new), rows.scratch_tokens(self.policy)),
             rows.copies,
+            False,
             *sent,
+        )
+
+    def _splits(self, tiles_a_head: int, coded_tokens: int) -> int:
+        return splits(tiles_a_head * self.heads * self.group, coded_tokens, self.multiprocessors)
+
+    def fixed_group(self, room: Room, first: int, arrays: list[Tensor]) -> Group:
+        """A group whose arrays are filled before each step: see ``prefill_plan.fixed_arrays``.
+
+        Args:
+            room: what the arrays hold.
+            first: its first token of the batch.
+            arrays: of the room's shapes, on the device.
+        """
+        new = room.new_tokens
+        most = min(new, self.policy.max_exact_chunk_tokens)
+        return Group(
+            first,
+            first + new,
+            most,
+            room.coded_tokens,
+            most + self.policy.window_tokens + self.policy.page_tokens,
+            self._splits(tiles(np.array([new], np.int32)), room.coded_tokens),
+            True,
+            True,
+            *arrays,
         )
 
     def compile(self) -> None:
@@ -243,7 +267,7 @@ class Prefill:
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=self.device)
         info = torch.zeros(1, INFO_COLUMNS, dtype=torch.int32, device=self.device)
         one = torch.zeros(4, dtype=torch.int32, device=self.device)
-        group = Group(0, 1, 1, 1, 1, 1, True, info, one, one, one, nothing, nothing, nothing)
+        group = Group(0, 1, 1, 1, 1, 1, True, False, info, one, one, one, nothing, nothing, nothing)
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
         step = StepView(self.scratch.coded_k.view(torch.uint8).view(-1), table, table, one, one, 1)
         k, v, q = self.scratch.exact_k, self.scratch.exact_v, self.scratch.coded_o
@@ -275,6 +299,26 @@ class Prefill:
         scratch = self.scratch
         span = slice(group.first, group.last)
         self._write_history(cell, k, v, step, group)
+        exact_k, exact_v = (scratch.exact_k, scratch.exact_v) if group.copies else (k, v)
+
+        def over_window() -> Tensor:
+            return self.attention(
+                q[span],
+                exact_k if group.copies else k[span],
+                exact_v if group.copies else v[span],
+                cu_q=group.cu_new,
+                cu_k=group.cu_exact,
+                max_q=group.max_new,
+                max_k=group.max_exact,
+                window=self.policy.window_tokens,
+                splits=1,
+                out=out[span],
+            )
+
+        window_lse: Tensor | None = None
+        if group.fixed:  # inside a graph the two attentions need not wait for each other
+            with self.branch.beside():
+                window_lse = over_window()
         coded_lse: Tensor | None = None
         if group.max_coded:
             coded_lse = self.attention(
@@ -289,20 +333,9 @@ class Prefill:
                 splits=group.splits,
                 out=scratch.coded_o[: group.last - group.first],
             )
-        # The window comes second: what it reads and writes is what the join reads next.
-        exact_k, exact_v = (scratch.exact_k, scratch.exact_v) if group.copies else (k, v)
-        window_lse = self.attention(
-            q[span],
-            exact_k if group.copies else k[span],
-            exact_v if group.copies else v[span],
-            cu_q=group.cu_new,
-            cu_k=group.cu_exact,
-            max_q=group.max_new,
-            max_k=group.max_exact,
-            window=self.policy.window_tokens,
-            splits=1,
-            out=out[span],
-        )
+        if window_lse is None:  # second: what it reads and writes is what the join reads next
+            window_lse = over_window()
+        self.branch.join()
         if len(group.join_tasks):
             self._write_out(q, out, group, exact_k, exact_v, window_lse if coded_lse is None else coded_lse, window_lse)
 

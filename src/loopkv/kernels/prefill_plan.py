@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from loopkv.kernels.int_arrays import Ints
 from loopkv.policy import Policy
 
 MIN_NEW_TOKENS = 128
@@ -23,8 +24,10 @@ launches of the parts keep a host busy for about 0.3 ms. Chunks of 256 tokens re
 
 INFO_COLUMNS = 16  # of a row's record: see ``expand``
 
-Ints = NDArray[np.int32]
 Mask = NDArray[np.bool_]
+
+HISTORY_ROOMS = (2048, 8192, 32_768, 131_072)
+"""Sizes of a history, scratch tokens: what is decided by its size, splits and CUDA graphs, is decided by these."""
 
 _TILE_QUERIES = 128  # that a multiprocessor takes at once
 _SPLIT_TOKENS = 1024
@@ -50,6 +53,10 @@ class Rows:
         """Tokens of the exact buffer."""
         return self.computed + self.new - self.exact_first
 
+    def scratch_tokens(self, policy: Policy) -> int:
+        """Tokens of the coded scratch: a page of each row lies apart."""
+        return int(self.coded.sum()) + policy.page_tokens * len(self.row)
+
     @property
     def copies(self) -> bool:
         """Whether a row has earlier tokens, so that the exact buffer is no view of the step's."""
@@ -66,6 +73,40 @@ class GroupArrays(NamedTuple):
     expand_tasks: Ints
     encode_tasks: Ints
     join_tasks: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Most that the fixed arrays of a group hold, so that one CUDA graph serves every step that is no larger.
+
+    Args:
+        rows: with several new tokens each.
+        new_tokens: of all rows together, and no row may have more of them than the policy's window.
+        coded_tokens: of the coded scratch, see ``Rows.scratch_tokens``.
+    """
+
+    rows: int
+    new_tokens: int
+    coded_tokens: int
+
+    def shapes(self, policy: Policy) -> list[tuple[int, ...]]:
+        """Shapes of a group's arrays: as many tasks as the largest step can have."""
+        page, starts = policy.page_tokens, (self.rows + 1,)
+        # an exact buffer reaches back W + P - 2 tokens at most, and its last task may hold a single token
+        exact = self.new_tokens // page + self.rows * ((policy.window_tokens + 2 * page) // page + 1)
+        joins = self.new_tokens // page + 2 * self.rows
+        tasks = (self.coded_tokens // page + exact, 2)
+        return [(self.rows, INFO_COLUMNS), starts, starts, starts, tasks, (0, 2), (joins, 2)]
+
+    def holds(self, policy: Policy, rows: Rows) -> bool:
+        """Whether these rows fit."""
+        new = rows.new
+        return (
+            len(new) <= self.rows
+            and int(new.sum()) <= self.new_tokens
+            and int(new.max(initial=0)) <= policy.max_exact_chunk_tokens
+            and rows.scratch_tokens(policy) <= self.coded_tokens
+        )
 
 
 def rows_taken(policy: Policy, lens: Ints, new: Ints, *, coded_tokens: int, channels: int) -> Mask | None:
@@ -108,7 +149,7 @@ def batches(
     new = np.diff(starts)
     for begin, end in runs_of(taken):
         row = np.arange(begin, end, dtype=np.int32)
-        rows = _boundaries(policy, row, starts[begin:end], (lens - new)[begin:end], new[begin:end])
+        rows = boundaries(policy, row, starts[begin:end], (lens - new)[begin:end], new[begin:end])
         exact, coded = rows.exact, rows.coded + policy.page_tokens
         first = 0
         for i in range(1, len(row) + 1):
@@ -121,7 +162,16 @@ def batches(
                 first = i
 
 
-def _boundaries(policy: Policy, row: Ints, start: Ints, computed: Ints, new: Ints) -> Rows:
+def boundaries(policy: Policy, row: Ints, start: Ints, computed: Ints, new: Ints) -> Rows:
+    """What each of some rows reads, [R] each.
+
+    Args:
+        policy: of the layout.
+        row: in the block tables.
+        start: first new token in the batch.
+        computed: tokens before the step.
+        new: tokens of the step.
+    """
     page, window, sink = policy.page_tokens, policy.window_tokens, policy.sink_tokens
     last = computed + new
     history_end = np.maximum((last - window) // page * page, sink)
@@ -140,18 +190,18 @@ def _boundaries(policy: Policy, row: Ints, start: Ints, computed: Ints, new: Int
     )
 
 
-def group_arrays(policy: Policy, rows: Rows) -> GroupArrays:
-    """Records and tasks of a group."""
+def group_arrays(policy: Policy, rows: Rows, *, copies: bool) -> GroupArrays:
+    """Records and tasks of a group; ``copies``: whether exact tokens are copied into the scratch."""
     page, window = policy.page_tokens, policy.window_tokens
     cu_new, cu_coded, cu_exact = _offsets(rows.new), _offsets(rows.coded), _offsets(rows.exact)
     tails = cu_coded[-1] + page * np.arange(len(rows.row), dtype=np.int32)
-    exact_at = cu_exact[:-1] if rows.copies else rows.start
+    exact_at = cu_exact[:-1] if copies else rows.start
     info = np.zeros((len(rows.row), INFO_COLUMNS), np.int32)
     columns = (rows.row, rows.computed, rows.new, rows.start, rows.exact_first, exact_at, cu_coded[:-1], rows.coded)
     for i, column in enumerate((*columns, tails)):
         info[:, i] = column
     row, piece = _ragged(np.minimum(rows.coded_end // page, rows.late_first))
-    if rows.copies:
+    if copies:
         exact_row, exact_piece = _ragged(-(-rows.exact // page))
         row, piece = np.concatenate([row, exact_row]), np.concatenate([piece, -1 - exact_piece])
     first_page = np.maximum((rows.computed + 1 - window) // page, 0)
@@ -163,10 +213,38 @@ def group_arrays(policy: Policy, rows: Rows) -> GroupArrays:
     return GroupArrays(info, cu_new, cu_coded, cu_exact, np.stack([row, piece], 1), late, joins)
 
 
-def splits(rows: Rows, query_heads: int, multiprocessors: int) -> int:
-    """Pieces of the history's keys: as many as multiprocessors stay idle otherwise, of at least _SPLIT_TOKENS keys."""
-    tiles = query_heads * int((-(-rows.new // _TILE_QUERIES)).sum())
-    return max(1, min(multiprocessors // tiles, int(rows.coded.max()) // _SPLIT_TOKENS, _MAX_SPLITS))
+def fixed_arrays(policy: Policy, rows: Rows, room: Room) -> GroupArrays:
+    """The arrays of a group in the shapes of a room: rows that are not there have no tokens, tasks do nothing."""
+    padded = []
+    for name, array, shape in zip(
+        GroupArrays._fields, group_arrays(policy, rows, copies=True), room.shapes(policy), strict=True
+    ):
+        fill = int(array[-1]) if name.startswith("cu_") else 0 if name == "info" else -1
+        whole = np.full(shape, fill, np.int32)
+        whole[: len(array)] = array
+        padded.append(whole)
+    return GroupArrays(*padded)
+
+
+def history_room(coded_tokens: int) -> int:
+    """The smallest of HISTORY_ROOMS that holds so many tokens; the largest where none does."""
+    return next((room for room in HISTORY_ROOMS if coded_tokens <= room), HISTORY_ROOMS[-1])
+
+
+def tiles(new: Ints) -> int:
+    """Tiles of queries of all rows, a head."""
+    return int((-(-new // _TILE_QUERIES)).sum())
+
+
+def splits(tiles: int, coded_tokens: int, multiprocessors: int) -> int:
+    """Pieces of the history's keys: as many as multiprocessors stay idle otherwise, of at least _SPLIT_TOKENS keys.
+
+    Args:
+        tiles: of queries, of all heads.
+        coded_tokens: the scratch of the group; its room decides, so that a graph and a step without one agree.
+        multiprocessors: of the device.
+    """
+    return max(1, min(multiprocessors // tiles, history_room(coded_tokens) // _SPLIT_TOKENS, _MAX_SPLITS))
 
 
 def runs_of(mask: Mask) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,8 @@ such objects stand for all cells: one for the coded history, one for the exact w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,8 +107,9 @@ class CellCache:
         self.window = VirtualLayer(window, self, leads=False)
         self._max_model_len = vllm_config.model_config.max_model_len
         self._speaks = parallel.rank == 0
+        self._given: Step | None = None
         self._step: Step | None = None
-        self._step_metadata: GroupMetadata | None = None
+        self._step_metadata: object = None
         context = vllm_config.compilation_config.static_forward_context
         for name, layer in ((HISTORY_LAYER, self.history), (WINDOW_LAYER, self.window)):
             if name in context:
@@ -153,19 +156,35 @@ class CellCache:
             q, out: [T, Hq, D].
             k, v: [T, H, D].
         """
-        metadata = get_forward_context().attn_metadata
-        if not metadata:  # profiling and dummy runs: the cache may not even exist
+        if cell == 0:
+            self._step = self._given if self._given is not None else self.context_step()
+            self._step_metadata = get_forward_context().attn_metadata
+            if self._step is not None:
+                self.operators.code_leaving_pages(self._step)
+        assert self._step_metadata is get_forward_context().attn_metadata, "a step begins with cell 0"
+        if self._step is None:
             out.zero_()
-            return
+        else:
+            self.operators.attend(cell, q, k, v, out, self._step)
+
+    def context_step(self) -> Step | None:
+        """The engine's step; None in profiling and dummy runs, when the cache may not even exist."""
+        metadata = get_forward_context().attn_metadata
+        if not metadata:
+            return None
         assert isinstance(metadata, dict)
         history, window = metadata[HISTORY_LAYER], metadata[WINDOW_LAYER]
         assert isinstance(history, GroupMetadata) and isinstance(window, GroupMetadata)
-        if cell == 0:
-            self._step_metadata = history
-            self._step = make_step(self.pool, history, window)
-            self.operators.code_leaving_pages(self._step)
-        assert self._step is not None and self._step_metadata is history, "a step begins with cell 0"
-        self.operators.attend(cell, q, k, v, out, self._step)
+        return make_step(self.pool, history, window)
+
+    @contextmanager
+    def given_step(self, step: Step) -> Iterator[None]:
+        """Inside, a forward pass computes this step instead of the engine's."""
+        self._given = step
+        try:
+            yield
+        finally:
+            self._given = None
 
 
 def startup_line(served: ServedPlan, layout: Layout, dtype: torch.dtype, blocks: int, max_model_len: int) -> str:

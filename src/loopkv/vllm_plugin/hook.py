@@ -64,7 +64,14 @@ class LoopKVConfigHook(VerifyAndUpdateConfig):
         _check_tensor_parallel(vllm_config, fingerprint)
         check_served_on_device(vllm_config, plan, settings)
         cap = limit_chunks(vllm_config, plan.policy.max_exact_chunk_tokens, plan.shares, settings)
-        put_served(vllm_config, ServedPlan(plan=plan, prefill=settings.prefill, seed=settings.seed, chunk_tokens=cap))
+        served = ServedPlan(
+            plan=plan,
+            prefill=settings.prefill,
+            seed=settings.seed,
+            chunk_tokens=cap,
+            prefill_graphs=settings.prefill_graphs,
+        )
+        put_served(vllm_config, served)
 
 
 def check_setting_was_taken(vllm_config: VllmConfig) -> None:

@@ -27,6 +27,7 @@ from loopkv.models.checkpoint import refuse_unknown
 from loopkv.models.config import parse_ouro_config
 from loopkv.models.ouro import is_unused_tensor, ouro_tensors
 from loopkv.vllm_plugin.cells import CellCache
+from loopkv.vllm_plugin.model_graphs import make_model_graphs
 from loopkv.vllm_plugin.served import get_served
 
 if TYPE_CHECKING:
@@ -236,6 +237,7 @@ class OuroForCausalLM(nn.Module, SupportsLoRA):
                 self.config.vocab_size, self.config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
             )
         self.logits_processor = LogitsProcessor(self.config.vocab_size)
+        self.graphs = make_model_graphs(self.model, self.cache, vllm_config)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """[T] ids to [T, E]."""
@@ -249,7 +251,11 @@ class OuroForCausalLM(nn.Module, SupportsLoRA):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states [T, E]."""
-        hidden: Tensor = self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+        hidden: Tensor | None = None
+        if self.graphs is not None and input_ids is not None and inputs_embeds is None:
+            hidden = self.graphs.forward(input_ids, positions)
+        if hidden is None:
+            hidden = self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:

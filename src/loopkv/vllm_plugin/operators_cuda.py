@@ -6,6 +6,7 @@ Counters stay on the device; now and then a copy to pinned memory is started, an
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from loopkv.layout import Layout
 from loopkv.vllm_plugin.metrics import Counters
 from loopkv.vllm_plugin.prefill_cuda import make_prefill
 from loopkv.vllm_plugin.step import Step
-from loopkv.vllm_plugin.step_parts import StepParts, divide
+from loopkv.vllm_plugin.step_parts import StepParts, divide, view_of
 
 COPY_SECONDS = 0.25
 """Least time between two copies of the device counters."""
@@ -56,6 +57,7 @@ class CudaStepOperators:
         self.prefill = make_prefill(
             layout,
             dtype,
+            max_rows=max_rows,
             max_tokens=max_tokens,
             max_model_tokens=max_model_tokens,
             device=device,
@@ -81,7 +83,8 @@ class CudaStepOperators:
             self.kernels.attend(cell, q, k, v, out, view)
             return
         if self.kernels.fused:
-            self.kernels.store(cell, k, v, view, max_queries=parts.most_stored)
+            with self._beside():
+                self.kernels.store(cell, k, v, view, max_queries=parts.most_stored)
             if self.prefill is not None and parts.plan is not None:
                 self.prefill.attend(cell, q, k, v, out, view, parts.plan)
             for part in parts.mixed:
@@ -91,6 +94,10 @@ class CudaStepOperators:
         for part in parts.decode:
             t = part.tokens
             self.kernels.attend(cell, q[t], k[t], v[t], out[t], part.view)
+
+    def take(self, step: Step, parts: StepParts) -> None:
+        """Use these parts for ``step`` from now on, instead of dividing it (a step of ``step_graphs``)."""
+        self._view, self._parts = (step, view_of(step)), parts
 
     def publish(self, decode_pages: int) -> None:
         """See ``Operators.publish``. Runs before a step is launched, never inside a graph."""
@@ -121,15 +128,13 @@ class CudaStepOperators:
 
     def _step_view(self, step: Step) -> StepView:
         if self._view is None or self._view[0] is not step:
-            decode = step.max_query_tokens == 1  # then every row has one new token, padding included
-            view = StepView(
-                pool=step.pool,
-                history_table=step.history_table,
-                window_table=step.window_table,
-                seq_lens=step.seq_lens,
-                query_start=None if decode else step.query_start,
-                rows=int(step.seq_lens.shape[0]),
-            )
+            view = view_of(step)
             self._view = (step, view)
-            self._parts = None if decode else divide(step, view, self.prefill)
+            self._parts = None if view.query_start is None else divide(step, view, self.prefill)
         return self._view[1]
+
+    def _beside(self) -> AbstractContextManager[None]:
+        """Where a graph is captured, the cell's append runs beside its attention, which reads none of it."""
+        prefill, parts = self.prefill, self._parts
+        fixed = prefill is not None and parts is not None and parts.plan is not None and parts.plan.fixed
+        return prefill.branch.beside() if fixed and prefill is not None else nullcontext()

@@ -10,6 +10,8 @@ from loopkv.layout import Layout
 
 MAX_CODED_TOKENS = 131_072
 """Rows with a longer history take the kernel that needs no scratch."""
+TOGETHER_CODED_TOKENS = 65_536
+"""History tokens expanded at once where a step has room for several rows: each further group costs its launches."""
 
 
 def flash_attention() -> VarlenAttention | None:
@@ -58,6 +60,7 @@ def make_prefill(
     layout: Layout,
     dtype: torch.dtype,
     *,
+    max_rows: int,
     max_tokens: int,
     max_model_tokens: int,
     device: torch.device,
@@ -68,6 +71,7 @@ def make_prefill(
     Args:
         layout: the worker's layout.
         dtype: of the engine.
+        max_rows: most requests of a step.
         max_tokens: most new tokens of a step.
         max_model_tokens: most tokens of a request.
         device: of the worker.
@@ -77,7 +81,9 @@ def make_prefill(
     if attention is None:
         return None
     page = layout.policy.page_tokens
-    coded = min(-(-max_model_tokens // page) * page + page, MAX_CODED_TOKENS)
+    one = min(-(-max_model_tokens // page) * page + page, MAX_CODED_TOKENS)
+    rows = min(max_rows, max(1, max_tokens // layout.policy.max_exact_chunk_tokens))
+    coded = max(one, min(one * rows, TOGETHER_CODED_TOKENS))
     prefill = Prefill(
         layout,
         dtype,

@@ -23,6 +23,7 @@ class ServedPlan(BaseModel):
         plan: the plan itself, so that no process reads the file a second time.
         prefill, seed: see ``ServeSettings``.
         chunk_tokens: most new tokens one request can get in a step.
+        prefill_graphs: see ``ServeSettings``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,6 +32,7 @@ class ServedPlan(BaseModel):
     prefill: Literal["exact", "fast"]
     seed: Literal["sink", "timed", "none"]
     chunk_tokens: int
+    prefill_graphs: bool = True
 
     @property
     def describe_prefill(self) -> str:

@@ -30,6 +30,7 @@ class ServeSettings(BaseModel):
         seed: where a decode row's V-precision maximum starts: ``sink`` waits for the exact sink scores, ``timed``
             waits at most 4 microseconds (CUDA only), ``none`` starts from nothing.
         accept_weights: serve a plan that was profiled on a sibling checkpoint.
+        prefill_graphs: replay prefill steps of few tokens as CUDA graphs where engine and GPU allow it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -38,6 +39,7 @@ class ServeSettings(BaseModel):
     prefill: Literal["exact", "fast"] = "exact"
     seed: Literal["sink", "timed", "none"] = "sink"
     accept_weights: bool = False
+    prefill_graphs: bool = True
 
     @property
     def names_file(self) -> bool:

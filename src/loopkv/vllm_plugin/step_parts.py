@@ -70,10 +70,32 @@ def divide(step: Step, view: StepView, prefill: Prefill | None) -> StepParts:
     )
 
 
+def view_of(step: Step) -> StepView:
+    """The cache as the kernels see it in a step."""
+    decode = step.max_query_tokens == 1  # then every row has one new token, padding included
+    return StepView(
+        pool=step.pool,
+        history_table=step.history_table,
+        window_table=step.window_table,
+        seq_lens=step.seq_lens,
+        query_start=None if decode else step.query_start,
+        rows=int(step.seq_lens.shape[0]),
+    )
+
+
+def decode_part(view: StepView, rows: int) -> Part:
+    """The first ``rows`` rows of a step, of one new token or padding each."""
+    return Part(_rows(view, 0, rows, decode=True), slice(0, rows))
+
+
 def _part(view: StepView, run: tuple[int, int], starts: npt.NDArray[np.int32], *, decode: bool) -> Part:
     begin, end = run
+    return Part(_rows(view, begin, end, decode=decode), slice(int(starts[begin]), int(starts[end])))
+
+
+def _rows(view: StepView, begin: int, end: int, *, decode: bool) -> StepView:
     assert view.query_start is not None
-    cut = StepView(
+    return StepView(
         pool=view.pool,
         history_table=view.history_table[begin:end],
         window_table=view.window_table[begin:end],
@@ -81,4 +103,3 @@ def _part(view: StepView, run: tuple[int, int], starts: npt.NDArray[np.int32], *
         query_start=None if decode else view.query_start[begin : end + 1],
         rows=end - begin,
     )
-    return Part(cut, slice(int(starts[begin]), int(starts[end])))
