@@ -160,6 +160,21 @@ def test_a_plan_file_is_for_the_function_of_the_checkpoint(plan_files):
     configure({"plan": plan_files["int4"]}, hf_overrides={"max_position_embeddings": 2048})
 
 
+def test_a_tokenizer_larger_than_the_vocabulary(tmp_path):
+    folder = shutil.copytree(model_folder(), tmp_path / "model")
+    path = folder / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["added_tokens"].append({**data["added_tokens"][0], "id": 4096, "content": "[PAD]"})
+    path.write_text(json.dumps(data))
+    model = {"model": str(folder)}
+    said = "1 token beyond, the first '[PAD]' with id 4096, wanted ids below the model's vocab_size of 4096"
+    assert said in refusal({"plan": "kivi4"}, ModelFormatError, **model)
+    configure({"plan": "kivi4"}, skip_tokenizer_init=True, **model)
+    configure({"plan": "kivi4"}, tokenizer=str(model_folder()), **model)
+    configure({"plan": "kivi4"}, hf_overrides={"vocab_size": 4097}, load_format="dummy", **model)
+    configure(None, **model)  # without a plan everything is vLLM's own
+
+
 def test_tensors_that_would_be_left_out(plan_files, tmp_path):
     """vLLM's own loader passes over biases that a model has no place for."""
     folder = shutil.copytree(model_folder(), tmp_path / "model")

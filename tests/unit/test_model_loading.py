@@ -257,3 +257,53 @@ def test_pipes_in_a_model_folder_do_not_block(folder):
         (folder / name).unlink()
         (folder / name).write_bytes(kept)
     load_model(folder)
+
+
+def add_tokens(folder, *added):
+    """Tokens with ids of their own in tokenizer.json, as ``tokenizer.add_tokens`` and ``save_pretrained`` leave them."""
+    path = folder / "tokenizer.json"
+    data = json.loads(path.read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    data["added_tokens"] += [{"id": number, "content": content, **flags} for number, content in added]
+    path.write_text(json.dumps(data))
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer_is_right(folder):
+    size = len(load_tokenizer(folder))
+    assert size == json.loads((folder / "config.json").read_text())["vocab_size"] == 4096
+    for padded in (4096, 4097, 4608, 1 << 20):
+        edit_config(folder, vocab_size=padded)
+        assert len(load_tokenizer(folder)) == size
+    edit_config(folder, vocab_size=4224)
+    add_tokens(folder, (4096, "<think>"), (4097, "</think>"))  # within the padding
+    assert load_tokenizer(folder)("<think>").input_ids == [4096]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "said"),
+    [
+        (4096, [(4096, "[PAD]")], r"got 1 token beyond, the first '\[PAD\]' with id 4096, wanted ids below .* of 4096"),
+        (4097, [(4096, "<a>"), (4097, "<b>"), (4098, "<c>")], "got 2 tokens beyond, the first '<b>' with id 4097"),
+        (4000, [], "got 96 tokens beyond, the first .* with id 4000, wanted ids below the model's vocab_size of 4000"),
+        (1, [], "got 4095 tokens beyond"),
+    ],
+)
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_when_it_is_loaded(folder, vocabulary, added, said):
+    edit_config(folder, vocab_size=vocabulary)
+    add_tokens(folder, *added)
+    with pytest.raises(ModelFormatError, match=said) as caught:
+        load_tokenizer(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_id_that_a_template_puts_around_every_text_counts(folder):
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<x>": {"id": "<x>", "ids": [9999], "tokens": ["<x>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ModelFormatError, match="got id 9999 put around every text, wanted ids below"):
+        load_tokenizer(folder)

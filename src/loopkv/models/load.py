@@ -123,7 +123,50 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer (transformers; no remote code)."""
+    """The checkpoint's tokenizer (transformers; no remote code), whose every token the model knows.
+
+    Raises:
+        ModelFormatError: no fast tokenizer, a broken one, or one with ids outside the model's vocabulary.
+        UnsupportedError: another architecture.
+    """
+    folder = Path(folder)
+    tokenizer = read_tokenizer(folder)
+    check_tokenizer(tokenizer, _read_config(folder).vocab_size, f"tokenizer of {folder}")
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, what: str) -> None:
+    """Refuse a tokenizer that can make an id without a row of the embedding, be it of an added token.
+
+    A vocabulary may be larger than the tokenizer: most are padded to a round number.
+
+    Raises:
+        ModelFormatError: names the first such token and how many there are.
+    """
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= vocab_size}
+    # What a template puts around every text need not be in the vocabulary.
+    around = [number for number in tokenizer("").input_ids if number >= vocab_size]
+    if not beyond and not around:
+        return
+    if beyond:
+        token = min(beyond, key=beyond.__getitem__)
+        count = f"{len(beyond)} token{'s' * (len(beyond) > 1)} beyond, the first {token[:40]!r} with id {beyond[token]}"
+    else:
+        count = f"id {around[0]} put around every text"
+    raise ModelFormatError(
+        f"{what}: vocabulary",
+        got=count,
+        wanted=f"ids below the model's vocab_size of {vocab_size}",
+        hint="use the tokenizer that the checkpoint was trained with; tokens added since have no embedding",
+    )
+
+
+def read_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+    """The fast tokenizer in ``folder``, whatever model it belongs to.
+
+    Raises:
+        ModelFormatError: there is none, or files that transformers cannot read.
+    """
     from transformers import PreTrainedTokenizerFast
 
     folder = Path(folder)

@@ -55,6 +55,7 @@ class LoopKVConfigHook(VerifyAndUpdateConfig):
         check_backend_claim()
         check_engine_features(vllm_config)
         fingerprint = model_fingerprint(vllm_config.model_config)
+        check_served_tokenizer(vllm_config.model_config)
         plan, file = load_or_name(settings.plan, fingerprint)
         if file is not None:
             check_same_function(vllm_config.model_config)
@@ -278,6 +279,20 @@ def check_same_function(model_config: ModelConfig) -> None:
                 wanted=wanted,
                 hint="drop the override: the plan's damage was measured without it",
             )
+
+
+def check_served_tokenizer(model_config: ModelConfig) -> None:
+    """Refuse a tokenizer on this machine that makes ids which the model has no embedding for: text would be misread.
+
+    Raises:
+        ModelFormatError: names the first such token.
+    """
+    folder = Path(model_config.tokenizer)
+    if model_config.skip_tokenizer_init or not (folder / "tokenizer.json").is_file():
+        return  # another kind of tokenizer, or one that is not here yet: vLLM refuses single ids
+    from loopkv.models.load import check_tokenizer, read_tokenizer
+
+    check_tokenizer(read_tokenizer(folder), model_config.get_vocab_size(), f"tokenizer of {folder}")
 
 
 def with_weights(fingerprint: Fingerprint, vllm_config: VllmConfig) -> Fingerprint:
