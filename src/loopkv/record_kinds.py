@@ -152,8 +152,9 @@ _KINDS = (
         "slo.cell",
         "requests",
         ("arm", "rate_per_s", "requests"),
-        ("spec", "preemptions", "workload", "server", "duration_s"),
-        "one rung: `requests` holds arrival_s, ttft_s, tpot_ms, output_tokens and error of every request sent",
+        ("spec", "preemptions", "workload", "server", "duration_s", "steps"),
+        "one rung: `requests` holds arrival_s, ttft_s, tpot_ms, output_tokens and error of every request sent; `steps` "
+        "start_s, mean number and mean context of the requests that decode, and step_ms of windows of two seconds",
     ),
     RecordKind(
         "slo.attainment",

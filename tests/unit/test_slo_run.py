@@ -59,6 +59,7 @@ class Bench:
         monkeypatch.setattr(slo_run, "run_client", self.client)
         monkeypatch.setattr(slo_run, "preemptions", lambda url: 7 * len(self.cells))
         monkeypatch.setattr(slo_run, "reset_prefix_cache", lambda url: None)
+        monkeypatch.setattr(slo_run, "complete", lambda url, prompt, tokens: None)
 
     @contextlib.contextmanager
     def running(self, command: Sequence[str], log: Path, environment: Any = None) -> Iterator[str]:

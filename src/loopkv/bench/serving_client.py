@@ -14,21 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from loopkv.artifacts.storage import read_json
+from loopkv.bench.served_steps import StepWindow, TokenTimes, step_windows
 from loopkv.bench.slo import RequestTimes
 from loopkv.bench.workload import Request, write_workload
 from loopkv.errors import LoopKVError
 
 SERVED_NAME = "loopkv-bench"
 PREEMPTIONS_METRIC = "vllm:num_preemptions_total"
+COMPLETE_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRun:
-    """What the client measured: every request sent, in the order sent, and the whole run's seconds."""
+    """What the client measured: every request sent, in the order sent, the whole run's seconds, and step times."""
 
     requests: tuple[RequestTimes, ...]
     duration_s: float
+    steps: tuple[StepWindow, ...] = ()
 
 
 def client_command(
@@ -135,8 +140,12 @@ def parse_result(data: Mapping[str, Any], requests: Sequence[Request], *, ignore
     assert starts and ttfts is not None and itls is not None and lengths is not None and errors is not None
     first = min(starts)
     rows = []
+    tokens_came = []
     for i, asked in enumerate(requests):
         arrival, tokens = float(starts[i]) - first, int(lengths[i] or 0)
+        if tokens > 1 and itls[i]:
+            chunks = np.cumsum((arrival + float(ttfts[i]), *itls[i])).tolist()
+            tokens_came.append(TokenTimes(asked.prompt_tokens, tokens, chunks))
         error = str(errors[i]).strip()[-300:] or None
         if error is None and tokens == 0:
             error = "no token came"
@@ -147,7 +156,7 @@ def parse_result(data: Mapping[str, Any], requests: Sequence[Request], *, ignore
             continue
         tpot = math.fsum(itls[i]) / (tokens - 1) if tokens > 1 else 0.0
         rows.append(RequestTimes(arrival, float(ttfts[i]), tpot, tokens))
-    return ClientRun(tuple(rows), float(data.get("duration") or 0.0))
+    return ClientRun(tuple(rows), float(data.get("duration") or 0.0), step_windows(tokens_came))
 
 
 def preemptions(url: str) -> int:
@@ -181,6 +190,23 @@ def parse_preemptions(text: str) -> int:
     if not found:
         raise LoopKVError("server metrics", got=f"no {PREEMPTIONS_METRIC}", wanted="vLLM 0.26's counter")
     return round(sum(found))
+
+
+def complete(url: str, prompt: str, output_tokens: int) -> None:
+    """Have one prompt answered, so that what compiles at first use has compiled.
+
+    Raises:
+        LoopKVError: the server did not answer it.
+    """
+    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": output_tokens, "ignore_eos": True, "temperature": 0}
+    call = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(call, timeout=COMPLETE_TIMEOUT_S) as reply:
+            reply.read()
+    except (urllib.error.URLError, OSError) as error:
+        raise LoopKVError("server: a first request", got=str(error)[:120], hint="see the server's log") from None
 
 
 def reset_prefix_cache(url: str) -> None:

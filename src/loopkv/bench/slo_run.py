@@ -20,8 +20,11 @@ from loopkv.artifacts import Fingerprint
 from loopkv.artifacts.storage import write_atomically
 from loopkv.bench.arms import EngineArm
 from loopkv.bench.prompts import Tokenizer, fill_prompts
+from loopkv.bench.served_steps import windows_to_json
 from loopkv.bench.serving_client import (
     SERVED_NAME,
+    ClientRun,
+    complete,
     preemptions,
     reset_prefix_cache,
     run_client,
@@ -51,6 +54,8 @@ from loopkv.vllm_plugin.settings import ServeSettings
 CALIBRATION_SHARES = (0.05, 0.35, 0.65, 0.95)
 CALIBRATION_OUTPUT_TOKENS = 64
 CALIBRATION_REPEATS = 2
+WARM_SHARES = (0.01, 0.1, 0.5)
+WARM_OUTPUT_TOKENS = 8
 TAIL_TAU0 = 1.5
 STOCK_LABEL = "stock"
 SCORE_KINDS = ("slo.attainment", "slo.capacity", "slo.capacity_ratio")
@@ -77,6 +82,7 @@ class SloSettings:
         environment: variables of server and client.
         ignore_eos: every request generates all its output tokens.
         climb_past_failure: run every rung, also above one at which all bounds fail.
+        find_k: run only the rungs that find the capacity at this many tau0 and the first of ``ttfts_s``, by bisection.
         max_seconds: start no cell that would probably end later than this.
     """
 
@@ -96,6 +102,7 @@ class SloSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     ignore_eos: bool = True
     climb_past_failure: bool = False
+    find_k: float | None = None
     max_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -107,7 +114,8 @@ class SloSettings:
         ):
             if not values:
                 raise LoopKVError(f"bench slo: {name}", got="none", wanted="at least one")
-        if not all(math.isfinite(v) and v > 0 for v in (*self.rates_per_s, *self.ks, *self.ttfts_s)):
+        found = () if self.find_k is None else (self.find_k,)
+        if not all(math.isfinite(v) and v > 0 for v in (*self.rates_per_s, *self.ks, *self.ttfts_s, *found)):
             raise LoopKVError("bench slo: rates, k and ttft", got="a value not above 0", wanted="numbers above 0")
         if len(self.requests) < 3:
             raise LoopKVError("bench slo: workload", got=f"{len(self.requests)} requests", wanted="at least 3")
@@ -147,6 +155,7 @@ class _Run:
             "server": " ".join(settings.server_arguments),
         }
         self.measured = 0
+        self.client_start_s = 0.0
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -190,6 +199,22 @@ class _Run:
     def environment(self) -> dict[str, str]:
         return {"VLLM_SERVER_DEV_MODE": "1", **self.settings.environment}
 
+    def warm(self, url: str) -> None:
+        """Prompts of several lengths before anything is measured: kernels compile at first use."""
+        longest = max(r.length_tokens for r in self.settings.requests)
+        output = max(1, min(WARM_OUTPUT_TOKENS, longest // 4))
+        asked = [Request(max(1, round(share * (longest - output))), output) for share in WARM_SHARES]
+        for request in fill_prompts(asked, self.settings.tokenizer, seed=1):
+            assert request.prompt is not None
+            complete(url, request.prompt, output)
+
+    def client(self, *arguments: object, **options: object) -> ClientRun:
+        """``run_client``, with the seconds kept that it needs beyond its traffic (it imports vLLM each time)."""
+        started = time.monotonic()
+        done = run_client(*arguments, **options)  # type: ignore[arg-type]
+        self.client_start_s = max(self.client_start_s, time.monotonic() - started - done.duration_s)
+        return done
+
     # -- calibration ---------------------------------------------------------------------------------------------------
 
     def known_tau0(self) -> dict[str, float]:
@@ -211,6 +236,7 @@ class _Run:
         if url is None:
             log = self.settings.work / "server-calibration.log"
             with running_server(self.command(arm), log, self.environment()) as started:
+                self.warm(started)
                 rows = self.calibrate(started, arm)
         else:
             rows = self.calibrate(url, arm)
@@ -235,7 +261,7 @@ class _Run:
         asked = [Request(n, output) for n in lengths for _ in range(each)]
         filled = fill_prompts(asked, self.settings.tokenizer, seed=0)
         folder = self.settings.work / "calibration"
-        done = run_client(
+        done = self.client(
             url,
             filled,
             folder,
@@ -269,41 +295,54 @@ class _Run:
         ordered = sorted(self.settings.arms, key=lambda arm: arm is not stock)  # tau0 comes with the stock arm's server
         left = 0
         for arm in ordered:
-            if tau0 and not self.missing(arm, self.loosest(tau0)):
+            cells = self.missing(arm, tau0)
+            if tau0 and not cells:
                 continue
-            if tau0 and self.out_of_time(max(cell.rate for cell in self.missing(arm, self.loosest(tau0)))):
-                left += len(self.missing(arm, self.loosest(tau0)))
+            if tau0 and self.out_of_time(max(cell.rate for cell in cells)):
+                left += len(cells)
                 continue
             log = self.settings.work / f"server-{_file_name(arm.label)}.log"
             with running_server(self.command(arm), log, self.environment()) as url:
+                self.warm(url)
                 tau0 = tau0 or self.measure_tau0(arm, url)
-                left += self.ladder(url, arm, self.loosest(tau0))
+                left += self.ladder(url, arm, tau0)
         return tau0, left
 
     def loosest(self, tau0: Mapping[str, float]) -> list[Bounds]:
         """The widest bounds that are scored, under each tau0."""
         return [Bounds(max(self.settings.ttfts_s), max(self.settings.ks), ms / 1e3) for ms in tau0.values()]
 
-    def missing(self, arm: EngineArm, bounds: Sequence[Bounds]) -> list[_Cell]:
-        """Cells of one arm still to be measured, slowest rate of each seed first."""
+    def missing(self, arm: EngineArm, tau0: Mapping[str, float]) -> list[_Cell]:
+        """Cells of one arm still to be measured, slowest rate of each seed first; of a bisection only the next."""
+        if self.settings.find_k is not None and tau0:
+            found = (self.next_rate(arm, seed, min(tau0.values())) for seed in self.settings.seeds)
+            return [_Cell(arm, s, r) for s, r in zip(self.settings.seeds, found, strict=True) if r is not None]
         cells = []
         for seed in self.settings.seeds:
-            if not self.passed_top(arm, seed, bounds):
+            if not self.passed_top(arm, seed, self.loosest(tau0)):
                 every = (_Cell(arm, seed, rate) for rate in sorted(set(self.settings.rates_per_s)))
                 cells += [cell for cell in every if self.cell_record(cell) is None]
         return cells
 
-    def ladder(self, url: str, arm: EngineArm, bounds: Sequence[Bounds]) -> int:
+    def next_rate(self, arm: EngineArm, seed: int, tau0_ms: float) -> float | None:
+        """The rung that a bisection measures next; None where the capacity is known."""
+        assert self.settings.find_k is not None
+        bounds = Bounds(self.settings.ttfts_s[0], self.settings.find_k, tau0_ms / 1e3)
+        met = {
+            rate: score(times, bounds).attainment >= ATTAINMENT_RULE
+            for rate, times in self.ladder_times(arm, seed).items()
+        }
+        return next_rung(self.settings.rates_per_s, met)
+
+    def ladder(self, url: str, arm: EngineArm, tau0: Mapping[str, float]) -> int:
         """Run the missing cells of one arm; returns how many are left for want of time."""
-        left = 0
-        for cell in self.missing(arm, bounds):
-            if self.passed_top(arm, cell.seed, bounds):
-                continue
-            if self.out_of_time(cell.rate):
-                left += 1
+        left: set[_Cell] = set()
+        while cells := [cell for cell in self.missing(arm, tau0) if cell not in left]:
+            if self.out_of_time(cells[0].rate):
+                left.add(cells[0])
             else:
-                self.run_cell(url, cell)
-        return left
+                self.run_cell(url, cells[0])
+        return len(left)
 
     def passed_top(self, arm: EngineArm, seed: int, bounds: Sequence[Bounds]) -> bool:
         """Whether a measured rung fails every bound: no higher rung can change a capacity."""
@@ -327,7 +366,8 @@ class _Run:
         limit = self.settings.max_seconds
         if limit is None:
             return False
-        return time.monotonic() - self.started + len(self.settings.requests) / rate + self.tail_s() > limit
+        needed = self.client_start_s + len(self.settings.requests) / rate + self.tail_s()
+        return time.monotonic() - self.started + needed > limit
 
     def tail_s(self) -> float:
         """Seconds from the last arrival to the last token: the longest seen of this workload, else the longest request
@@ -348,7 +388,7 @@ class _Run:
         requests = fill_prompts(settings.requests, settings.tokenizer, seed=cell.seed)
         reset_prefix_cache(url)
         before = preemptions(url)
-        done = run_client(
+        done = self.client(
             url,
             requests,
             settings.work / f"{_file_name(cell.arm.label)}-{cell.seed}-{cell.rate:g}",
@@ -367,6 +407,7 @@ class _Run:
             "preemptions": preemptions(url) - before,
             "duration_s": done.duration_s,
             "requests": times_to_json(done.requests),
+            "steps": windows_to_json(done.steps),
         }
         self.keep(
             self.make(
@@ -475,6 +516,31 @@ def run_slo(settings: SloSettings, say: Say) -> SloResult:
     scores = run.scores(tau0)
     append_records(settings.output, scores)
     return SloResult((*run.records, *scores), run.measured, left)
+
+
+def next_rung(rates: Sequence[float], met: Mapping[float, bool]) -> float | None:
+    """The rate that a bisection of a ladder measures next, or None where no further rung would tell more.
+
+    It starts in the middle of ``rates``, goes on by doubled steps until one rung meets the objective and one fails it,
+    and then halves the rungs between.
+
+    Args:
+        rates: every rung of the ladder.
+        met: whether the rungs measured so far met the objective.
+    """
+    ladder = sorted(set(rates))
+    known = {ladder.index(rate): ok for rate, ok in met.items() if rate in ladder}
+    if not known:
+        return ladder[len(ladder) // 2]
+    fails = min((i for i, ok in known.items() if not ok), default=len(ladder))
+    holds = max((i for i, ok in known.items() if ok and i < fails), default=-1)
+    if fails - holds == 1:
+        return None
+    if fails == len(ladder):
+        return ladder[min(holds + max(2, 2 * (holds - min(known))), fails - 1)]
+    if holds == -1:
+        return ladder[max(fails - max(2, 2 * (max(known) - fails)), 0)]
+    return ladder[(holds + fails) // 2]
 
 
 def fit_line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
