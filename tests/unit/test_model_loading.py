@@ -260,7 +260,7 @@ def test_pipes_in_a_model_folder_do_not_block(folder):
 
 
 def add_tokens(folder, *added):
-    """Tokens with ids of their own in tokenizer.json, as ``tokenizer.add_tokens`` and ``save_pretrained`` leave them."""
+    """Tokens with ids of their own in tokenizer.json, as ``add_tokens`` and ``save_pretrained`` leave them."""
     path = folder / "tokenizer.json"
     data = json.loads(path.read_text())
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
