@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -41,8 +43,12 @@ def server(engines, plan_files, tmp_path_factory):
     environment = {
         k: v for k, v in os.environ.items() if k not in ("TORCH_COMPILE_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING")
     }
+    # vLLM kills its workers when it ends, and leaves sockets.
+    scratch = tempfile.TemporaryDirectory(prefix="loopkv-server-")
+    environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # as always
+    environment |= {"TMPDIR": scratch.name, **ENVIRONMENT}
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**environment, **ENVIRONMENT})
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -58,6 +64,7 @@ def server(engines, plan_files, tmp_path_factory):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        scratch.cleanup()
 
 
 def answers(url: str) -> bool:

@@ -75,7 +75,8 @@ class Counters:
             )
             return
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, os.getpid())
-        # Not atexit: a forked child of multiprocessing, as vLLM's engine is, ends without it.
+        # Not atexit, without which forked children of multiprocessing end. A worker that vLLM kills leaves its file to
+        # the next one.
         multiprocessing.util.Finalize(None, self.close, exitpriority=0)
         self.flush()
 
