@@ -223,7 +223,7 @@ def test_unknown_plan_names_suggest_a_near_one():
 
 
 def test_a_timed_seed_has_no_meaning_on_a_cpu():
-    assert "got timed" in refusal({"plan": "kivi4", "seed": "timed"})
+    assert "got timed" in refusal({"plan": "kivi4", "seed_mode": "timed"})
 
 
 def test_plans_for_another_model(plans, tmp_path):

@@ -26,12 +26,12 @@ IDENTITY = Fingerprint(name="tiny", geometry=TINY)
         ("kivi4", EngineArm("kivi4", "kivi4", "kivi4")),
         ("plans/memory.json", EngineArm("memory", "plans/memory.json", "plans/memory.json")),
         (
-            "LoopKV-M=m.json,seed=timed,prefill=fast",
+            "LoopKV-M=m.json,seed_mode=timed,prefill=fast",
             EngineArm(
                 "LoopKV-M",
-                "m.json,seed=timed,prefill=fast",
+                "m.json,seed_mode=timed,prefill=fast",
                 "m.json",
-                settings=(("prefill", "fast"), ("seed", "timed")),
+                settings=(("prefill", "fast"), ("seed_mode", "timed")),
             ),
         ),
         (
@@ -56,8 +56,9 @@ def test_what_is_written_is_what_is_run(text: str, arm: EngineArm) -> None:
         "a=",
         "stock:",
         "kivi4,depth=3",
-        "kivi4,seed",
-        "stock,seed=sink",
+        "kivi4,seed_mode",
+        "stock,seed_mode=sink",
+        "kivi4,seed=sink",
         "stock,skip_layers=5-2",
         "stock,skip_layers=x",
     ],
@@ -85,7 +86,7 @@ def test_plans_are_checked_against_the_model(tmp_path: Path) -> None:
     with pytest.raises(LoopKVError, match="another geometry"):
         arm.load_plan(IDENTITY)
     assert parse_arm("stock").additional_config() == {}
-    assert parse_arm("kivi4,seed=none").additional_config() == {"loopkv": {"plan": "kivi4", "seed": "none"}}
+    assert parse_arm("kivi4,seed_mode=none").additional_config() == {"loopkv": {"plan": "kivi4", "seed_mode": "none"}}
     with pytest.raises(LoopKVError):
         parse_arm("kivi5").load_plan(IDENTITY)
 
@@ -102,12 +103,12 @@ def test_simulated_caches_of_arms() -> None:
 def test_a_threshold_in_the_arm_and_a_plan_file_for_the_engine(tmp_path: Path) -> None:
     geometry = Geometry(architecture="ouro", loops=4, layers=24, query_heads=16, kv_heads=16, head_dim=128)
     identity = Fingerprint(name="ouro", geometry=geometry)
-    arm = parse_arm("m=paper-loopkv-m,tau=14,seed=timed")
+    arm = parse_arm("m=paper-loopkv-m,tau=14,seed_mode=timed")
     plan = arm.load_plan(identity)
     assert plan is not None and plan.tau == 14.0 and plan.footprint.stored_bytes == 155 * 1024
     given = arm.with_plan_file(identity, tmp_path / "work")
     config = given.additional_config()["loopkv"]
-    assert config == {"plan": str(tmp_path / "work" / "m.plan.json"), "seed": "timed"}
+    assert config == {"plan": str(tmp_path / "work" / "m.plan.json"), "seed_mode": "timed"}
     assert given.load_plan(identity) == plan and (given.label, given.spec) == (arm.label, arm.spec)
     reset = parse_arm(f"{config['plan']},tau=none").load_plan(identity)
     assert reset is not None and reset.tau is None

@@ -215,7 +215,7 @@ def job_of(one: DecodeSettings, arm: EngineArm, **changes: Any) -> Job:
         "engine": {},
         "settings": {"arm": arm.label},
         "decode_steps": 128,
-        "profile": False,
+        "components": False,
         "ttft_prompts": 4,
         "prefill": False,
         "hot_share": 0.2,

@@ -183,7 +183,7 @@ def test_limits_that_are_hardly_meant_are_said(cli: Cli, tmp_path: Path) -> None
     path = save(tmp_path, geometry(4, 4))  # KL_share 3e-4 nats; all-BF16 needs 16 x 1,536 = 24,576 bytes
     result = cli("plan", path, "--goal", "memory", "--max-damage", "2.0", "--max-stored", "24KiB")
     assert result.code == 0
-    assert "--max-damage is 2 nats, 6.67e+03 KL_share" in result.err and "write 2.0share" in result.err
+    assert "--max-damage is 2 nats, 6.67e+03 KL_share" in result.err and "write 2.0KL_share" in result.err
     assert "--max-stored 24,576 B does not bind: all-BF16 needs 24,576 B" in result.err
     assert "x 0.73" not in result.flat  # fitted on Ouro-1.4B alone
     quiet = cli("plan", path, "--goal", "damage", "--max-stored", 24575, "--max-read", 24575)

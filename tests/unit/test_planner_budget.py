@@ -20,6 +20,8 @@ from loopkv.planner import parse_bytes, parse_damage
         (".5", 0.5),
         ("1.", 1.0),
         ("2.0share", 6e-4),
+        ("2.0KL_share", 6e-4),
+        ("2 KL_share", 6e-4),
         (" 1.19share ", 1.19 * 3e-4),
     ],
 )
@@ -28,7 +30,22 @@ def test_damage(text: str, nats: float) -> None:
 
 
 NOT_A_DAMAGE = (
-    *("", "nats", "-1", "+1", "nan", "inf", "1e999", "1e99999", "2.0Share", "2.0shares", "5e-4 nat", "1,5"),
+    *(
+        "",
+        "nats",
+        "-1",
+        "+1",
+        "nan",
+        "inf",
+        "1e999",
+        "1e99999",
+        "2.0Share",
+        "2.0kl_share",
+        "2.0KL",
+        "2.0shares",
+        "5e-4 nat",
+        "1,5",
+    ),
     *("0x1p-3", "1_0", "1e", "\u0661", "1" * 400, "2 0share"),
 )
 

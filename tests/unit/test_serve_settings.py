@@ -27,16 +27,17 @@ def test_no_settings_mean_no_plan():
 
 def test_settings_have_the_documented_defaults():
     settings = read_settings({"loopkv": {"plan": "kivi4"}})
-    assert settings == ServeSettings(plan="kivi4", prefill="exact", seed="sink", accept_weights=False)
+    assert settings == ServeSettings(plan="kivi4", prefill="exact", seed_mode="sink", accept_weights=False)
 
 
 @pytest.mark.parametrize(
     ("value", "said"),
     [
         ({"plans": "kivi4"}, "did you mean 'plan'?"),
+        ({"plan": "x", "seed": "sink"}, "did you mean 'seed_mode'?"),
         ({"plan": ""}, "plan"),
         ({"plan": None}, "plan"),
-        ({"plan": "x", "seed": "sinks"}, "'sink', 'timed' or 'none'"),
+        ({"plan": "x", "seed_mode": "sinks"}, "'sink', 'timed' or 'none'"),
         ({"plan": "x", "accept_weights": 1}, "accept_weights"),
         ({1: 2}, "unknown setting"),
         (7, "wanted an object"),

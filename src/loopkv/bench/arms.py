@@ -3,7 +3,7 @@
 ``stock`` is vLLM's own cache (``stock:fp8`` another ``--kv-cache-dtype``); anything else is a plan file, the name of a
 hand-made plan or one of ``paper_plans``. Keys of a plan: ``prefill``, ``seed``, ``tau`` (replaces the plan's threshold
 of V precision; ``none`` reads both planes); of a stock cache: ``skip_layers=72-95`` (layers by number that keep the
-model's dtype). Examples: ``bf16=stock``, ``fp8=stock:fp8``, ``kivi4``, ``LoopKV-M=memory.json,seed=timed``.
+model's dtype). Examples: ``bf16=stock``, ``fp8=stock:fp8``, ``kivi4``, ``LoopKV-M=memory.json,seed_mode=timed``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loopkv.errors import LoopKVError
 from loopkv.planner.lookup import is_plan_file, load_or_name
 
 STOCK = "stock"
-PLAN_KEYS = ("prefill", "seed", "tau")
+PLAN_KEYS = ("prefill", "seed_mode", "tau")
 STOCK_KEYS = ("skip_layers",)
 MAX_LAYER = 1 << 16
 

@@ -53,7 +53,7 @@ class DecodeSettings:
         engine: options of ``vllm.LLM`` on top of the defaults.
         arm_seconds: time budget of one arm's process.
         decode_steps: steps timed at the peak; other rows take at most 32.
-        profile: also record GPU time by component and host launches at the peak (needs CUDA).
+        components: also record GPU time by component and host launches at the peak (needs CUDA).
         ttft: also record the time to the first token of one request, and the prefill rate of several at once.
         ttft_prompts: how many at once (fewer where fewer fit).
         prefill: really prefill the requests whose decode steps are timed, instead of generating their caches.
@@ -73,7 +73,7 @@ class DecodeSettings:
     engine: Mapping[str, Any] = field(default_factory=dict)
     arm_seconds: float = 600.0
     decode_steps: int = DECODE_STEPS
-    profile: bool = False
+    components: bool = False
     ttft: bool = False
     ttft_prompts: int = 16
     prefill: bool = False
@@ -112,7 +112,7 @@ class Job:
     engine: dict[str, Any]
     settings: dict[str, Any]
     decode_steps: int
-    profile: bool
+    components: bool
     ttft_prompts: int
     prefill: bool
     hot_share: float
@@ -237,7 +237,7 @@ def _run_arm(settings: DecodeSettings, arm: EngineArm, rows: tuple[tuple[int, st
         engine=dict(settings.engine),
         settings=place,
         decode_steps=settings.decode_steps,
-        profile=settings.profile,
+        components=settings.components,
         ttft_prompts=settings.ttft_prompts,
         prefill=settings.prefill or not settings.dummy,
         hot_share=settings.hot_share,

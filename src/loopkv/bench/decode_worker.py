@@ -147,8 +147,8 @@ class Sweep:
         self.keep("decode.tok_s", batch / median, place, ())
         told = "" if hot_share is None else f", {hot_share:.1%} hot"
         print(f"{self.job.arm.label}: context {context}, batch {batch}: {median * 1e3:.3f} ms{told}", flush=True)
-        if self.job.profile and first and self.engine.cuda:
-            self.profiled(place)
+        if self.job.components and first and self.engine.cuda:
+            self.time_components(place)
 
     def timed_steps(self, count: int) -> tuple[list[float], list[int], float | None]:
         """Seconds of ``count`` steps, the requests' tokens half way, and the share of the history read hot."""
@@ -167,7 +167,7 @@ class Sweep:
         share = (after - before) / pairs if before is not None and after is not None and pairs else None
         return steps, lengths, share
 
-    def profiled(self, place: dict[str, Any]) -> None:
+    def time_components(self, place: dict[str, Any]) -> None:
         """GPU time by component and host launches of a few steps."""
         from torch.profiler import ProfilerActivity, profile
 

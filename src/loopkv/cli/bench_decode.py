@@ -43,11 +43,13 @@ def decode_command(
     ] = None,
     contexts: Annotated[str, typer.Option(metavar="N,N,...", help="Tokens of every request.")] = "8192,16384,32768",
     batches: Annotated[
-        str, typer.Option(metavar="B,B,...", help="Rows: numbers, or shares of the resident peak.")
+        str, typer.Option(metavar="B,B,...", help="Rows: numbers, or fractions of the resident peak.")
     ] = "1,peak/8,peak/4,peak/2,3peak/4,peak",
     steps: Annotated[int, typer.Option(help="Decode steps timed at the largest batch.")] = 128,
     arm_seconds: Annotated[float, typer.Option(metavar="S", help="Time budget of one arm.")] = 600.0,
-    profile: Annotated[bool, typer.Option(help="Also GPU time by component and launches per step (CUDA).")] = False,
+    components: Annotated[
+        bool, typer.Option("--components", help="Also GPU time by component and launches per step (CUDA).")
+    ] = False,
     ttft: Annotated[
         bool, typer.Option("--ttft", help="Also time to first token and prefill throughput (really prefills).")
     ] = False,
@@ -56,7 +58,7 @@ def decode_command(
         bool, typer.Option("--prefill", help="Prefill the requests of decode rows instead of generating their caches.")
     ] = False,
     hot_share: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of the history in generated caches, within 14 bits of the maximum.")
+        float, typer.Option(metavar="0..1", help="Fraction of generated history that is hot at 14 bits.")
     ] = 0.2,
     engine: Annotated[
         str, typer.Option(metavar="JSON", help="Options of vllm.LLM, e.g. '{\"gpu_memory_utilization\": 0.9}'.")
@@ -113,7 +115,7 @@ def decode_command(
         engine=options,
         arm_seconds=arm_seconds,
         decode_steps=steps,
-        profile=profile,
+        components=components,
         ttft=ttft,
         ttft_prompts=ttft_prompts,
         prefill=prefill,

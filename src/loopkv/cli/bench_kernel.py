@@ -37,7 +37,7 @@ def kernel_command(
     tau: Annotated[
         str, typer.Option(metavar="T,T,...", help="V precision thresholds in bits; 'none' reads both planes.")
     ] = "none",
-    hot_share: Annotated[float, typer.Option(help="Share of history tokens planted above the threshold.")] = 0.2,
+    hot_share: Annotated[float, typer.Option(help="Fraction of history tokens planted as hot.")] = 0.2,
     head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 128,
     kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 16,
     group_queries: Annotated[int, typer.Option(help="Query heads per KV head.")] = 1,

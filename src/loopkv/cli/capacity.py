@@ -38,7 +38,9 @@ def capacity_command(
     context: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens of every request.")] = 8192,
     hot_share: Annotated[
         float | None,
-        typer.Option(metavar="0..1", help="Adds rows with V precision: this share of tokens reads both value planes."),
+        typer.Option(
+            metavar="0..1", help="Adds rows with V precision, this fraction of tokens hot: both value planes read."
+        ),
     ] = None,
     bandwidth: Annotated[
         float | None, typer.Option(metavar="TB/S", help="Effective bandwidth of a decode step, instead of the GPU's.")
@@ -48,7 +50,7 @@ def capacity_command(
         float | None, typer.Option(metavar="MS", help="Fixed time of a step of 96 cells, instead of the GPU's.")
     ] = None,
     utilization: Annotated[
-        float | None, typer.Option(metavar="0..1", help="Share of the memory the engine may use (vLLM 0.26: 0.92).")
+        float | None, typer.Option(metavar="0..1", help="Fraction of the memory the engine may use (vLLM 0.26: 0.92).")
     ] = None,
     max_requests: Annotated[int | None, typer.Option(metavar="N", help="Cap of the batch (max_num_seqs).")] = None,
 ) -> None:

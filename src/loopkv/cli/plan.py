@@ -35,8 +35,9 @@ def plan_command(
     max_damage: Annotated[
         str | None,
         typer.Option(
-            metavar="FLOAT[nats|share]",
-            help="Damage of the whole cache, e.g. 2.0share (KL_share) or 5e-4nats; nats if left out.",
+            metavar="FLOAT[nats|KL_share]",
+            help="Damage of the whole cache, e.g. 2.0KL_share (the damage of sharing one loop) or 5e-4nats; nats if "
+            "left out.",
         ),
     ] = None,
     max_stored: Annotated[
@@ -77,7 +78,7 @@ def plan_command(
     The final loop's cells stay at int4 in every planned plan, as in the paper (section 3.1): shared cells read them.
     --no-share --plan-source-cells plans them, too.
 
-    Examples: loopkv plan profile.json --goal memory --max-damage 2.0share --max-stored 156KiB -o plan.json;
+    Examples: loopkv plan profile.json --goal memory --max-damage 2.0KL_share --max-stored 156KiB -o plan.json;
     loopkv plan --named kivi4 --model Ouro-1.4B -o kivi4.json
     """
     from loopkv.artifacts import Profile
@@ -91,7 +92,7 @@ def plan_command(
             "loopkv plan",
             got="neither --goal nor --named" if named is None else f"--goal {goal} and --named {named}",
             wanted="one of the two",
-            hint="--goal read --max-damage 1.2share, or --named kivi4",
+            hint="--goal read --max-damage 1.2KL_share, or --named kivi4",
         )
     if named is not None and (no_share or plan_source_cells):
         raise UnsupportedError("--named", got="--no-share or --plan-source-cells", wanted="them with --goal alone")

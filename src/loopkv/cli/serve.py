@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
         prefill: str = typer.Option(
             "exact", help="exact: output never depends on chunking. fast: longer chunks for plans with shared cells."
         ),
-        seed_mode: str = typer.Option("sink", help="Start of the V-precision maximum: sink, timed or none."),
+        seed_mode: str = typer.Option(
+            "sink", help="Where V precision takes its first maximum from: sink, timed or none."
+        ),
         accept_weights: bool = typer.Option(False, help="Accept a plan profiled on a sibling checkpoint."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Print the vllm command and stop."),
     ) -> None:
@@ -33,7 +35,7 @@ def register(app: typer.Typer) -> None:
         from loopkv.vllm_plugin.settings import SETTINGS_KEY, read_settings
 
         settings = read_settings(
-            {SETTINGS_KEY: {"plan": plan, "prefill": prefill, "seed": seed_mode, "accept_weights": accept_weights}}
+            {SETTINGS_KEY: {"plan": plan, "prefill": prefill, "seed_mode": seed_mode, "accept_weights": accept_weights}}
         )
         assert settings is not None
         command = serve_command(model, settings, context.args)

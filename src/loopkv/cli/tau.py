@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         candidates: Annotated[str, typer.Option(help="Thresholds to try, in bits.")] = "10,12,14,16",
-        tolerance: Annotated[float, typer.Option(help="Share by which the KL may grow.")] = 0.02,
+        tolerance: Annotated[float, typer.Option(help="Fraction by which the KL may grow.")] = 0.02,
         documents: DocumentsOption = None,
         prompts: PromptsOption = None,
         limit: LimitOption = DEFAULT_LIMIT,

@@ -1,13 +1,15 @@
 """A cell's history as plain keys and values: coded pages decoded, exact tokens gathered, all in one launch.
 
 Prefill reads every history token with hundreds of queries: decoding it once into a scratch lets a library's attention
-read it at full rate. A program copies 32 tokens of one kv head; ``tasks`` says which (see ``prefill_plan``).
+read it at full rate. A program copies 32 tokens of some kv heads; ``tasks`` says which (see ``prefill_plan``).
 The order of codes inside a page is that of ``loopkv.codec.pages``.
 """
 
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -17,6 +19,9 @@ ROW, COMPUTED, NEW, START, EXACT_FIRST, EXACT_AT, CODED_AT, CODED, TAIL_AT = (tl
 """Columns of a row's record, [R, 16] int32: its row in the block tables, tokens before the step and in it, its first
 token in the batch; the first token of its exact buffer and where that lies; where token 0 of its history lies, how many
 history tokens follow each other there, and where the rest (less than a page) lies."""
+
+HEADS_TOGETHER = 4
+"""kv heads of a program where they can be divided so."""
 
 PAGE = tl.constexpr(32)
 GROUP = tl.constexpr(32)
@@ -60,6 +65,11 @@ def head_bytes(D, BITS):
     return value_codes_at(D, BITS) + 32 * D * BITS // 8
 
 
+def heads_together(heads: int) -> int:
+    """kv heads that a program of ``expand_kernel`` copies: a power of two that divides all."""
+    return math.gcd(heads, HEADS_TOGETHER)
+
+
 @triton.jit
 def code_shifts(BITS: tl.constexpr, C: tl.constexpr):
     """Bits below each code of a key word."""
@@ -72,7 +82,7 @@ def code_shifts(BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def scratch_place(info, token, head, H: tl.constexpr, D: tl.constexpr):
-    """First elements [32] of history tokens of a head in the coded scratch."""
+    """First elements [N] of history tokens of a head (of heads) in the coded scratch."""
     coded = tl.load(info + CODED)
     at = tl.where(token < coded, tl.load(info + CODED_AT) + token, tl.load(info + TAIL_AT) + token - coded)
     return at.to(tl.int64) * (H * D) + head * D
@@ -86,60 +96,109 @@ def page_address(pool, table, page, offset, BLOCK_BYTES: tl.constexpr, PAGE_BYTE
 
 
 @triton.jit
-def decode_key_block(head, tokens, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr):
-    """Keys [32, C] fp32 of channels AT .. AT + C - 1 from a head's part of a page; ``tokens`` [32]."""
-    WORDS: tl.constexpr = C * BITS // 32  # of a token
-    words_at = (head + PAGE * AT * BITS // 8).to(tl.pointer_type(tl.int32))
-    words = tl.load(words_at + tokens[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
-    shift = code_shifts(BITS, C)
-    codes = (words[:, :, None] >> shift[None, None, :]) & ((1 << BITS) - 1)
-    scales = (head + PAGE * D * BITS // 8).to(tl.pointer_type(tl.float16))
-    channels = AT + tl.arange(0, C)
-    scale = tl.load(scales + channels).to(tl.float32)
-    zero = tl.load(scales + D + channels).to(tl.float32)
-    return tl.reshape(codes, [PAGE, C]).to(tl.float32) * scale[None, :] + zero[None, :]
+def eight_codes(x, ODD: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr):
+    """The codes that begin ``ODD * (j % 2) + EVEN * (j // 2)`` bits up in x, j = 0 .. 7: a last axis, in j's order."""
+    c0, c1 = x & MASK, (x >> ODD) & MASK
+    c2, c3 = (x >> EVEN) & MASK, (x >> (ODD + EVEN)) & MASK
+    c4, c5 = (x >> (2 * EVEN)) & MASK, (x >> (ODD + 2 * EVEN)) & MASK
+    c6, c7 = (x >> (3 * EVEN)) & MASK, (x >> (ODD + 3 * EVEN)) & MASK
+    even, odd = tl.join(tl.join(c0, c4), tl.join(c2, c6)), tl.join(tl.join(c1, c5), tl.join(c3, c7))
+    return tl.reshape(tl.join(even, odd), x.shape + (8,))
 
 
 @triton.jit
-def decode_value_block(head, tokens, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr):
-    """Values [32, C] fp32 of channels AT .. AT + C - 1 from a head's part of a page; ``tokens`` [32]."""
-    GROUPS: tl.constexpr = C // GROUP
-    SCALES: tl.constexpr = value_scales_at(D, BITS)
-    HIGH: tl.constexpr = value_codes_at(D, BITS)
-    quads = tl.arange(0, C // 4)
-    group, r = (quads // 8)[None, :], (quads % 8)[None, :]
-    token = tokens[:, None]
-    m, k, t, e = token // 16, token // 8 % 2, token // 2 % 4, token % 2
-    if C == 128:
-        high = ((((m * 8 + r) * 4 + t) * 2 + k) * 2 + group // 2) * 4 + e * 2 + group % 2
-    else:
-        high = ((((r * 4 + t) * 2 + m) * 2 + k) * 2 + e) * GROUPS + group
-    four = (2 * tl.arange(0, 4))[None, None, :]
-    packed = tl.load((head + HIGH + 8 * AT).to(tl.pointer_type(tl.uint8)) + high).to(tl.int32)
-    codes = (packed[:, :, None] >> four) & 3
+def four_codes(x):
+    """The four 2-bit codes of bytes x, as a last axis."""
+    c0, c1, c2, c3 = x & 3, (x >> 2) & 3, (x >> 4) & 3, (x >> 6) & 3
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), x.shape + (4,))
+
+
+@triton.jit
+def decode_key_block(
+    heads, part, token, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr
+):
+    """Keys [HEADS * 32, C] fp32 of channels AT .. AT + C - 1.
+
+    Args:
+        heads: [HEADS] the heads' parts of a page.
+        part, token: [HEADS * 32] every token's own of them, and its number.
+    """
+    unit = tl.arange(0, C // 8)  # eight channels
+    words = part.to(tl.pointer_type(tl.int32)) + (PAGE * AT * BITS // 32 + token * (C * BITS // 32))
     if BITS == 4:
-        slot = token // 8 * 8 + e * 4 + t
-        low = tl.load(
-            (head + HIGH + 8 * D).to(tl.pointer_type(tl.uint8)) + slot * (D // 4) + AT // 4 + r * GROUPS + group
-        )
-        codes = codes * 4 + ((low.to(tl.int32)[:, :, None] >> four) & 3)
-    place = t * 8 + token // 8 * 2 + e + (AT // GROUP + group) * PAGE
-    scales = (head + SCALES).to(tl.pointer_type(tl.float16))
-    scale = tl.load(scales + place).to(tl.float32)
-    zero = tl.load(scales + PAGE * (D // GROUP) + place).to(tl.float32)
-    return tl.reshape(codes.to(tl.float32) * scale[:, :, None] + zero[:, :, None], [PAGE, C])
+        codes = eight_codes(tl.load(words[:, None] + unit[None, :]), 16, 4, 15)
+    else:
+        halves = tl.load(words[:, None] + (unit // 2)[None, :])
+        if C == 32:
+            codes = eight_codes(halves >> (unit % 2 * 16)[None, :], 8, 2, 3)
+        else:
+            codes = eight_codes(halves >> (unit % 2 * 8)[None, :], 16, 2, 3)
+    at = PAGE * D * BITS // 16 + AT + tl.arange(0, C)
+    scales = heads.to(tl.pointer_type(tl.float16))[:, None] + at[None, :]
+    scale, zero = tl.load(scales).to(tl.float32), tl.load(scales + D).to(tl.float32)
+    scale = tl.reshape(tl.broadcast_to(scale[:, None, :], [HEADS, PAGE, C]), [HEADS * PAGE, C])
+    zero = tl.reshape(tl.broadcast_to(zero[:, None, :], [HEADS, PAGE, C]), [HEADS * PAGE, C])
+    return tl.reshape(codes, [HEADS * PAGE, C]).to(tl.float32) * scale + zero
+
+
+@triton.jit
+def value_channel(C: tl.constexpr):
+    """Channels [C] of a block in the order of ``decode_value_block``."""
+    c = tl.arange(0, C)
+    return c // 4 % (C // GROUP) * GROUP + c // (C // 8) * 4 + c % 4
+
+
+@triton.jit
+def decode_value_block(
+    part, token, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr
+):
+    """Values [HEADS * 32, C] fp32 likewise, but channels in the order of ``value_channel``: four of each group at a
+    time, as the codes lie."""
+    N: tl.constexpr = HEADS * PAGE
+    GROUPS: tl.constexpr = C // GROUP
+    PAIRS: tl.constexpr = GROUPS // 2 if GROUPS > 1 else 1
+    unit_type: tl.constexpr = tl.uint16 if GROUPS > 1 else tl.uint8  # the codes of two groups, or of the only one
+    m, k, t, e = (token // 16)[:, None], (token // 8 % 2)[:, None], (token // 2 % 4)[:, None], (token % 2)[:, None]
+    unit = tl.arange(0, 8 * PAIRS)
+    r, pair = (unit // PAIRS)[None, :], (unit % PAIRS)[None, :]
+    if C == 128:
+        high_at = ((((m * 8 + r) * 4 + t) * 2 + k) * 2 + pair) * 2 + e
+    else:
+        high_at = (((r * 4 + t) * 2 + m) * 2 + k) * 2 + e
+    planes = part + value_codes_at(D, BITS)
+    packed = tl.load((planes + 8 * AT).to(tl.pointer_type(unit_type))[:, None] + high_at).to(tl.int32)
+    codes = eight_codes(packed, 2, 4, 3) if GROUPS > 1 else four_codes(packed)
+    if BITS == 4:
+        slot = token // 8 * 8 + token % 2 * 4 + token // 2 % 4
+        low_at = (planes + (8 * D + AT // 4 + slot * (D // 4))).to(tl.pointer_type(unit_type))
+        packed = tl.load(low_at[:, None] + unit[None, :]).to(tl.int32)
+        codes = codes * 4 + (eight_codes(packed, 2, 4, 3) if GROUPS > 1 else four_codes(packed))
+    place = (token // 2 % 4 * 8 + token // 8 * 2 + token % 2)[:, None] + (AT + tl.arange(0, GROUPS) * PAGE)[None, :]
+    scales = (part + value_scales_at(D, BITS)).to(tl.pointer_type(tl.float16))[:, None] + place
+    scale, zero = tl.load(scales).to(tl.float32), tl.load(scales + D).to(tl.float32)
+    codes = tl.reshape(codes, [N, 8, GROUPS, 4]).to(tl.float32)
+    return tl.reshape(codes * scale[:, None, :, None] + zero[:, None, :, None], [N, C])
 
 
 @triton.jit
 def expand_block(
-    head, tokens, keys_to, values_to, to, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr
+    heads,
+    part,
+    token,
+    keys_to,
+    values_to,
+    to,
+    BITS: tl.constexpr,
+    D: tl.constexpr,
+    AT: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Decode channels AT .. AT + C - 1 of a page's head; token i goes to element ``to[i]``."""
-    place = to[:, None] + (AT + tl.arange(0, C))[None, :]
-    keys = decode_key_block(head, tokens, BITS, D, AT, C)
-    tl.store(keys_to + place, keys.to(keys_to.dtype.element_ty))
-    values = decode_value_block(head, tokens, BITS, D, AT, C)
-    tl.store(values_to + place, values.to(values_to.dtype.element_ty))
+    """Decode channels AT .. AT + C - 1 of some heads of a page; token i goes to element ``to[i]``."""
+    keys = decode_key_block(heads, part, token, BITS, D, AT, C, HEADS)
+    values = decode_value_block(part, token, BITS, D, AT, C, HEADS)
+    tl.store(keys_to + to[:, None] + (AT + tl.arange(0, C))[None, :], keys.to(keys_to.dtype.element_ty))
+    tl.store(values_to + to[:, None] + (AT + value_channel(C))[None, :], values.to(values_to.dtype.element_ty))
 
 
 @triton.jit
@@ -232,8 +291,9 @@ def expand_kernel(
     PAGE_BYTES: tl.constexpr,
     PAGES: tl.constexpr,
     WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """One task and kv head a program.
+    """One task and HEADS kv heads a program: their loads are on their way together.
 
     Args:
         pool: the pool's bytes.
@@ -247,68 +307,76 @@ def expand_kernel(
         BITS: of the codes; 16 is a history kept exact.
         PAGES, WINDOW: pages of a history block, tokens of a window block.
     """
-    head, task = tl.program_id(0), tl.program_id(1)  # neighbours read one token's heads: whole rows of memory
-    record = tl.load(tasks + 2 * task)
+    first_head, task = HEADS * tl.program_id(0), tl.program_id(1)  # neighbours make up whole rows of memory
+    record, piece = tl.load(tasks + 2 * task), tl.load(tasks + 2 * task + 1)
     if record < 0:
         return
-    piece = tl.load(tasks + 2 * task + 1)
     info += record * INFO_COLUMNS
     row = tl.load(info + ROW).to(tl.int64)
     lane = tl.arange(0, PAGE)
     if piece < 0:
         first = tl.load(info + EXACT_FIRST)
         token = first + (-1 - piece) * PAGE + lane
-        to = (tl.load(info + EXACT_AT) + token - first).to(tl.int64) * (H * D) + head * D
+        to = (tl.load(info + EXACT_AT) + token - first).to(tl.int64) * (H * D)
         window = window_table + row * window_stride
-        copy_tokens(
-            pool + window_offset,
-            window,
-            info,
-            k_new,
-            v_new,
-            kv_stride,
-            exact_k,
-            exact_v,
-            token,
-            to,
-            head,
-            H,
-            D,
-            BLOCK_BYTES,
-            WINDOW,
-        )
+        for head in tl.range(first_head, first_head + HEADS):
+            copy_tokens(
+                pool + window_offset,
+                window,
+                info,
+                k_new,
+                v_new,
+                kv_stride,
+                exact_k,
+                exact_v,
+                token,
+                to + head * D,
+                head,
+                H,
+                D,
+                BLOCK_BYTES,
+                WINDOW,
+            )
         return
     token = piece * PAGE + lane
-    to = scratch_place(info, token, head, H, D)
     if piece < SINK // PAGE:
         window = window_table + row * window_stride
-        copy_tokens(
-            pool + window_offset,
-            window,
-            info,
-            k_new,
-            v_new,
-            kv_stride,
-            coded_k,
-            coded_v,
-            token,
-            to,
-            head,
-            H,
-            D,
-            BLOCK_BYTES,
-            WINDOW,
-        )
+        for head in tl.range(first_head, first_head + HEADS):
+            copy_tokens(
+                pool + window_offset,
+                window,
+                info,
+                k_new,
+                v_new,
+                kv_stride,
+                coded_k,
+                coded_v,
+                token,
+                scratch_place(info, token, head, H, D),
+                head,
+                H,
+                D,
+                BLOCK_BYTES,
+                WINDOW,
+            )
         return
     table = history_table + row * history_stride
     page = page_address(pool, table, piece, history_offset, BLOCK_BYTES, PAGE_BYTES, PAGES)
     if BITS == 16:
         channels = tl.arange(0, triton.next_power_of_2(D))[None, :]
         inside = channels < D
-        source = page.to(tl.pointer_type(coded_k.dtype.element_ty)) + (lane[:, None] * H + head) * D + channels
-        tl.store(coded_k + to[:, None] + channels, tl.load(source, mask=inside), mask=inside)
-        tl.store(coded_v + to[:, None] + channels, tl.load(source + PAGE * H * D, mask=inside), mask=inside)
+        for head in tl.range(first_head, first_head + HEADS):
+            to = scratch_place(info, token, head, H, D)
+            source = page.to(tl.pointer_type(coded_k.dtype.element_ty)) + (lane[:, None] * H + head) * D + channels
+            tl.store(coded_k + to[:, None] + channels, tl.load(source, mask=inside), mask=inside)
+            tl.store(coded_v + to[:, None] + channels, tl.load(source + PAGE * H * D, mask=inside), mask=inside)
     else:
-        page += head * head_bytes(D, BITS)
+        every = tl.arange(0, HEADS * PAGE)
+        heads = page + (first_head + tl.arange(0, HEADS)) * head_bytes(D, BITS)
+        head, mine = first_head + every // PAGE, every % PAGE
+        part = page + head * head_bytes(D, BITS)
+        to = scratch_place(info, piece * PAGE + mine, head, H, D)
         for i in tl.static_range(pieces(D)):
-            expand_block(page, lane, coded_k, coded_v, to, BITS, D, piece_at(D, i), piece_channels(D, i))
+            expand_block(
+                heads, part, mine, coded_k, coded_v, to, BITS, D, piece_at(D, i), piece_channels(D, i), HEADS
+            )

@@ -42,9 +42,11 @@ class Branch:
 
     Args:
         device: of the stream.
+        priority: of its kernels over others that wait for multiprocessors (lower is sooner, 0 is usual).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.priority = priority
         self.enabled = device.type == "cuda"
         self._device = device
         self._stream: torch.cuda.Stream | None = None
@@ -57,7 +59,7 @@ class Branch:
             yield
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device, priority=self.priority)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._open = True
         with torch.cuda.stream(self._stream):

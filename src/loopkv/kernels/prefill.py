@@ -22,7 +22,7 @@ from torch import Tensor
 
 from loopkv.kernels.descriptor import CellDescriptor, cell_descriptors
 from loopkv.kernels.encode import encode_kernel
-from loopkv.kernels.expand import expand_kernel
+from loopkv.kernels.expand import expand_kernel, heads_together
 from loopkv.kernels.int_arrays import Ints, send
 from loopkv.kernels.join import join_kernel
 from loopkv.kernels.launch import Branch, Launcher
@@ -89,6 +89,7 @@ class Group:
         splits: pieces that attention over the history divides its keys into.
         copies: whether the exact buffer is a copy; else no row has earlier tokens and the step's own k, v serve.
         fixed: whether the arrays keep their places, as those of a CUDA graph do.
+        history_tasks: of the expand tasks, those before the ones of exact tokens; known where ``fixed``.
         info: [R, 16] int32, see ``expand``.
         cu_new, cu_coded, cu_exact: [R + 1] int32.
         expand_tasks, encode_tasks, join_tasks: [N, 2] int32; may be empty.
@@ -102,6 +103,7 @@ class Group:
     splits: int
     copies: bool
     fixed: bool
+    history_tasks: int
     info: Tensor
     cu_new: Tensor
     cu_coded: Tensor
@@ -186,6 +188,7 @@ class Prefill:
         self.scratch = Scratch(*coded, *exact, buffer(max_tokens, self.heads * self.group))
         self.counters = torch.zeros(2, dtype=torch.int64, device=device) if counters is None else counters
         self.branch = Branch(device)
+        self.early = True
         self._cells: tuple[CellDescriptor, ...] = cell_descriptors(layout)
         shape: dict[str, int] = {"H": self.heads, "D": self.dim}
         blocks = {
@@ -195,7 +198,11 @@ class Prefill:
             "WINDOW": layout.window_block_tokens,
         }
         every = sorted({cell.bits for cell in self._cells})
-        self._expand = {b: Launcher(expand_kernel, BITS=b, **shape, SINK=policy.sink_tokens, **blocks) for b in every}
+        together = heads_together(self.heads)
+        self._expand_programs = self.heads // together
+        self._expand = {
+            b: Launcher(expand_kernel, BITS=b, **shape, SINK=policy.sink_tokens, **blocks, HEADS=together) for b in every
+        }
         self._encode = {b: Launcher(encode_kernel, BITS=b, **shape, **blocks) for b in every}
         self._join = Launcher(join_kernel, H=self.heads, G=self.group, D=self.dim, WINDOW=policy.window_tokens)
 
@@ -234,6 +241,7 @@ class Prefill:
             self._splits(tiles(rows.new), rows.scratch_tokens(self.policy)),
             rows.copies,
             False,
+            0,
             *sent,
         )
 
@@ -259,6 +267,7 @@ class Prefill:
             self._splits(tiles(np.array([new], np.int32)), room.coded_tokens),
             True,
             True,
+            room.history_tasks(self.policy),
             *arrays,
         )
 
@@ -267,7 +276,7 @@ class Prefill:
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=self.device)
         info = torch.zeros(1, INFO_COLUMNS, dtype=torch.int32, device=self.device)
         one = torch.zeros(4, dtype=torch.int32, device=self.device)
-        group = Group(0, 1, 1, 1, 1, 1, True, False, info, one, one, one, nothing, nothing, nothing)
+        group = Group(0, 1, 1, 1, 1, 1, True, False, 0, info, one, one, one, nothing, nothing, nothing)
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
         step = StepView(self.scratch.coded_k.view(torch.uint8).view(-1), table, table, one, one, 1)
         k, v, q = self.scratch.exact_k, self.scratch.exact_v, self.scratch.coded_o
@@ -298,7 +307,6 @@ class Prefill:
     ) -> None:
         scratch = self.scratch
         span = slice(group.first, group.last)
-        self._write_history(cell, k, v, step, group)
         exact_k, exact_v = (scratch.exact_k, scratch.exact_v) if group.copies else (k, v)
 
         def over_window() -> Tensor:
@@ -309,16 +317,27 @@ class Prefill:
                 cu_q=group.cu_new,
                 cu_k=group.cu_exact,
                 max_q=group.max_new,
-                max_k=group.max_exact,
+                # beyond the window whatever the rows: a window of all keys would be attention of another kind
+                max_k=max(group.max_exact, self.policy.window_tokens + self.policy.page_tokens),
                 window=self.policy.window_tokens,
                 splits=1,
                 out=out[span],
             )
 
         window_lse: Tensor | None = None
-        if group.fixed:  # inside a graph the two attentions need not wait for each other
-            with self.branch.beside():
-                window_lse = over_window()
+        if group.fixed:  # inside a graph the window need not wait for the history
+            history, exact = group.expand_tasks[: group.history_tasks], group.expand_tasks[group.history_tasks :]
+            if self.early:
+                with self.branch.beside():
+                    self._expand_tasks(cell, k, v, step, group, exact)
+                    window_lse = over_window()
+                self._expand_tasks(cell, k, v, step, group, history)
+            else:
+                self._expand_tasks(cell, k, v, step, group, group.expand_tasks)
+                with self.branch.beside():
+                    window_lse = over_window()
+        else:
+            self._write_history(cell, k, v, step, group)
         coded_lse: Tensor | None = None
         if group.max_coded:
             coded_lse = self.attention(
@@ -361,21 +380,34 @@ class Prefill:
                 *offsets,
                 *strides,
             )
-        if len(group.expand_tasks):
-            self._expand[cell.bits](
-                (self.heads, len(group.expand_tasks), 1),
-                *tables,
-                group.expand_tasks,
-                group.info,
-                k,
-                v,
-                scratch.coded_k,
-                scratch.coded_v,
-                scratch.exact_k,
-                scratch.exact_v,
-                *offsets,
-                *strides,
-            )
+        self._expand_tasks(cell, k, v, step, group, group.expand_tasks)
+
+    def _expand_tasks(
+        self, cell: CellDescriptor, k: Tensor, v: Tensor, step: StepView, group: Group, tasks: Tensor
+    ) -> None:
+        """History decoded and exact tokens copied, as the tasks say."""
+        if not len(tasks):
+            return
+        scratch = self.scratch
+        self._expand[cell.bits](
+            (self.heads, len(tasks), 1),
+            step.pool,
+            step.history_table,
+            step.window_table,
+            tasks,
+            group.info,
+            k,
+            v,
+            scratch.coded_k,
+            scratch.coded_v,
+            scratch.exact_k,
+            scratch.exact_v,
+            k.stride(0),
+            cell.history_offset_bytes,
+            cell.window_offset_bytes,
+            step.history_table.stride(0),
+            step.window_table.stride(0),
+        )
 
     def _write_out(
         self,

@@ -95,8 +95,12 @@ class Room:
         # an exact buffer reaches back W + P - 2 tokens at most, and its last task may hold a single token
         exact = self.new_tokens // page + self.rows * ((policy.window_tokens + 2 * page) // page + 1)
         joins = self.new_tokens // page + 2 * self.rows
-        tasks = (self.coded_tokens // page + exact, 2)
+        tasks = (self.history_tasks(policy) + exact, 2)
         return [(self.rows, INFO_COLUMNS), starts, starts, starts, tasks, (0, 2), (joins, 2)]
+
+    def history_tasks(self, policy: Policy) -> int:
+        """Tasks of the history; those of exact tokens come after them."""
+        return self.coded_tokens // policy.page_tokens
 
     def holds(self, policy: Policy, rows: Rows) -> bool:
         """Whether these rows fit."""
@@ -215,13 +219,16 @@ def group_arrays(policy: Policy, rows: Rows, *, copies: bool) -> GroupArrays:
 
 def fixed_arrays(policy: Policy, rows: Rows, room: Room) -> GroupArrays:
     """The arrays of a group in the shapes of a room: rows that are not there have no tokens, tasks do nothing."""
+    arrays = group_arrays(policy, rows, copies=True)
+    history = int((arrays.expand_tasks[:, 1] >= 0).sum())
+    at = {"expand_tasks": (history, room.history_tasks(policy))}  # exact ones begin at the same place in every step
     padded = []
-    for name, array, shape in zip(
-        GroupArrays._fields, group_arrays(policy, rows, copies=True), room.shapes(policy), strict=True
-    ):
+    for name, array, shape in zip(GroupArrays._fields, arrays, room.shapes(policy), strict=True):
         fill = int(array[-1]) if name.startswith("cu_") else 0 if name == "info" else -1
         whole = np.full(shape, fill, np.int32)
-        whole[: len(array)] = array
+        first, second = at.get(name, (len(array), len(array)))
+        whole[:first] = array[:first]
+        whole[second : second + len(array) - first] = array[first:]
         padded.append(whole)
     return GroupArrays(*padded)
 

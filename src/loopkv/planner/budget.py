@@ -17,6 +17,8 @@ GOALS = {
     "memory": "fewest bytes read within a damage and a storage budget (LoopKV-M)",
     "damage": "least damage within a storage or read budget, or both",
 }
+KL_SHARE_UNIT = "KL_share"
+"""Unit of damage; ``share`` alone, an option's name, is read as well."""
 _NUMBER = r"(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4})?)"
 _DAMAGE = re.compile(_NUMBER + r"\s*(?P<unit>[A-Za-z_]*)", re.ASCII)
 _BYTES = re.compile(_NUMBER + r"\s*(?P<unit>[A-Za-z]*)", re.ASCII)
@@ -27,23 +29,26 @@ _EXAMPLE_STORED_SHARE = 156 / 240  # of uniform int4, what the paper's LoopKV-M 
 
 
 def parse_damage(text: str, kl_share_nats: float | None = None) -> float:
-    """Nats of a damage budget written as ``5e-4``, ``5e-4nats`` or ``2.0share`` (multiples of KL_share).
+    """Nats of a damage budget written as ``5e-4``, ``5e-4nats`` or ``2.0KL_share``.
 
     Args:
         text: what the user wrote.
-        kl_share_nats: the profile's KL_share, needed for the unit ``share`` alone.
+        kl_share_nats: the profile's KL_share, needed for the unit ``KL_share`` alone.
 
     Raises:
-        UnsupportedError: anything else, or ``share`` where KL_share is unknown.
+        UnsupportedError: anything else, or a KL_share that is unknown.
     """
     match = _DAMAGE.fullmatch(text.strip()) if len(text) <= 64 else None
     unit = match["unit"] if match else ""
-    if match is None or unit not in ("", "nats", "share"):
+    if match is None or unit not in ("", "nats", KL_SHARE_UNIT, "share"):
         raise UnsupportedError(
-            "damage budget", got=repr(text)[:80], wanted="a number >= 0 in nats or share", hint="5e-4nats or 2.0share"
+            "damage budget",
+            got=repr(text)[:80],
+            wanted="a number >= 0 in nats or KL_share",
+            hint="5e-4nats or 2.0KL_share",
         )
     value = float(match["number"])
-    if unit == "share":
+    if unit in (KL_SHARE_UNIT, "share"):
         if kl_share_nats is None:
             raise UnsupportedError(
                 "damage budget",
@@ -89,7 +94,7 @@ def budget_warnings(budget: Budget, profile: Profile) -> tuple[str, ...]:
     if damage is not None and share and damage > HEAVY_DAMAGE_SHARES * share:
         warnings.append(
             f"--max-damage is {damage:.4g} nats, {damage / share:.3g} KL_share (the paper's plans take 1.19 and 2.0); "
-            "a number without a unit is in nats: write 2.0share for 2.0 KL_share"
+            "a number without a unit is in nats: write 2.0KL_share for 2.0 KL_share"
         )
     exact = _uniform(BF16, profile)
     for name, limit, most in (
@@ -135,7 +140,7 @@ def check_budget(budget: Budget, profile: Profile | None = None) -> None:
             if needed
         ]
         stored = None if profile is None else int(_EXAMPLE_STORED_SHARE * _uniform(INT4, profile).stored_bytes)
-        examples = ["--max-damage 2.0share"] * needs_damage
+        examples = ["--max-damage 2.0KL_share"] * needs_damage
         if needs_stored or needs_bytes:
             examples.append(f"--max-stored {'BYTES' if stored is None else f'{stored}B'}")
         raise UnsupportedError(

@@ -92,7 +92,7 @@ def named_plan(
                 "plan 'layer-only'",
                 got="no profile" if profile is None else "no budget",
                 wanted="a profile, and a goal with its budgets",
-                hint="loopkv plan profile.json --named layer-only --goal read --max-damage 2.0share",
+                hint="loopkv plan profile.json --named layer-only --goal read --max-damage 2.0KL_share",
             )
         return solve_plan(profile, budget, per_layer=True, name=name, tau=tau)
     if budget is not None:

@@ -68,7 +68,7 @@ class LoopKVConfigHook(VerifyAndUpdateConfig):
         served = ServedPlan(
             plan=plan,
             prefill=settings.prefill,
-            seed=settings.seed,
+            seed=settings.seed_mode,
             chunk_tokens=cap,
             prefill_graphs=settings.prefill_graphs,
         )
@@ -330,7 +330,7 @@ def check_served_on_device(vllm_config: VllmConfig, plan: Plan, settings: ServeS
     assert isinstance(dtype, torch.dtype)  # vLLM has resolved "auto"
     layout = lay_out_for_worker(plan, vllm_config.parallel_config.tensor_parallel_size, dtype)
     check_device(layout, dtype, device)
-    if settings.seed == "timed" and device == "cpu":
+    if settings.seed_mode == "timed" and device == "cpu":
         raise UnsupportedError(
             "seed mode on a CPU", got="timed", wanted="sink or none", hint="a CPU step has no race to wait for"
         )

@@ -6,12 +6,13 @@ Counters stay on the device; now and then a copy to pinned memory is started, an
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from loopkv.kernels.descriptor import SeedMode
+from loopkv.kernels.launch import Branch
 from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.layout import Layout
 from loopkv.vllm_plugin.metrics import Counters
@@ -63,6 +64,7 @@ class CudaStepOperators:
             device=device,
             counters=self.kernels.code_counters,
         )
+        self._branch = Branch(device)
         self._view: tuple[Step, StepView] | None = None
         self._parts: StepParts | None = None
         cells = sum(map(layout.has_precision, range(len(layout.cells))))
@@ -83,10 +85,12 @@ class CudaStepOperators:
             self.kernels.attend(cell, q, k, v, out, view)
             return
         if self.kernels.fused:
-            with self._beside():
+            fixed = parts.plan is not None and parts.plan.fixed
+            with self._branch.beside() if fixed else nullcontext():  # what it writes is not read in this cell
                 self.kernels.store(cell, k, v, view, max_queries=parts.most_stored)
             if self.prefill is not None and parts.plan is not None:
                 self.prefill.attend(cell, q, k, v, out, view, parts.plan)
+            self._branch.join()
             for part in parts.mixed:
                 self.kernels.attend_stored(cell, q, k, v, out, part.view, queries=part.count)
         else:  # every row, those with one new token too: what follows replaces their results
@@ -132,9 +136,3 @@ class CudaStepOperators:
             self._view = (step, view)
             self._parts = None if view.query_start is None else divide(step, view, self.prefill)
         return self._view[1]
-
-    def _beside(self) -> AbstractContextManager[None]:
-        """Where a graph is captured, the cell's append runs beside its attention, which reads none of it."""
-        prefill, parts = self.prefill, self._parts
-        fixed = prefill is not None and parts is not None and parts.plan is not None and parts.plan.fixed
-        return prefill.branch.beside() if fixed and prefill is not None else nullcontext()

@@ -21,7 +21,7 @@ class ServedPlan(BaseModel):
 
     Args:
         plan: the plan itself, so that no process reads the file a second time.
-        prefill, seed: see ``ServeSettings``.
+        prefill, seed (the seed mode): see ``ServeSettings``.
         chunk_tokens: most new tokens one request can get in a step.
         prefill_graphs: see ``ServeSettings``.
     """

@@ -27,7 +27,7 @@ class ServeSettings(BaseModel):
         plan: path of a plan file, or the name of a hand-made plan (``kivi4``, ``kivi2``, ``kivi4-share3``, ``bf16``).
         prefill: ``exact`` reads the same whatever the chunking (plans with shared cells: at most 256 tokens of one
             request a step); ``fast`` takes any chunk, and a shared cell reads its own exact KV for pages of the chunk.
-        seed: where a decode row's V-precision maximum starts: ``sink`` waits for the exact sink scores, ``timed``
+        seed_mode: where a decode row's V-precision maximum starts: ``sink`` waits for the exact sink scores, ``timed``
             waits at most 4 microseconds (CUDA only), ``none`` starts from nothing.
         accept_weights: serve a plan that was profiled on a sibling checkpoint.
         prefill_graphs: replay prefill steps of few tokens as CUDA graphs where engine and GPU allow it.
@@ -37,7 +37,7 @@ class ServeSettings(BaseModel):
 
     plan: str = Field(min_length=1, max_length=4096)
     prefill: Literal["exact", "fast"] = "exact"
-    seed: Literal["sink", "timed", "none"] = "sink"
+    seed_mode: Literal["sink", "timed", "none"] = "sink"
     accept_weights: bool = False
     prefill_graphs: bool = True
 

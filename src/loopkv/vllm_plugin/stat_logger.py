@@ -80,7 +80,7 @@ class LoopKVCollector(Collector):
             "loopkv_hot_share", "hot part of the tokens V precision decided on", labels=["engine"]
         )
         info = GaugeMetricFamily(
-            "loopkv_plan_info", "the plan being served", labels=["engine", "plan", "sha256", "prefill", "seed"]
+            "loopkv_plan_info", "the plan being served", labels=["engine", "plan", "sha256", "prefill", "seed_mode"]
         )
         sizes = {
             what: GaugeMetricFamily(

@@ -33,10 +33,12 @@ logger = logging.getLogger("vllm.loopkv")
 
 NEW_TOKENS = (256, 512, 1024)
 """New tokens of rows with several: beyond these the device is busy for longer than the host needs to launch."""
-DECODE_ROWS = (0, 64, 256)
+DECODE_ROWS = (0, 8, 64, 256)
 ROW_TOKENS = 64
 """A shape has a row for so many new tokens."""
-MOST_GRAPHS = 32
+SPARED_ROWS = 4
+"""Rows of a step that no shape has for decode."""
+MOST_GRAPHS = 16
 
 Run = Callable[[Step, Tensor, Tensor], Tensor]
 """The model: a step, [T] token ids and [T] positions to [T, E] hidden states."""
@@ -124,7 +126,7 @@ class Shapes:
         new = new[decode:there]
         if not len(new) or int(new.min()) < 2 or bool((lens < new).any()):  # or rows come in another order
             return None
-        for decode_rows in DECODE_ROWS:
+        for decode_rows in self.decode_rows:
             for tokens in NEW_TOKENS:
                 room = self.room(decode_rows, tokens, 0)
                 if decode_rows < decode or room is None or room.rows < len(new) or tokens < int(new.sum()):
@@ -136,6 +138,11 @@ class Shapes:
                 assert room is not None
                 return Fit(Shape(decode_rows, room), decode, rows) if room.holds(self.policy, rows) else None
         return None
+
+    @property
+    def decode_rows(self) -> tuple[int, ...]:
+        """Sizes of the decode part."""
+        return tuple(sorted({max(0, min(rows, self.max_rows - SPARED_ROWS)) for rows in DECODE_ROWS}))
 
     def room(self, decode_rows: int, new_tokens: int, coded_tokens: int) -> Room | None:
         """Of a shape; None where a step cannot be that large."""
@@ -206,7 +213,6 @@ class StepGraphs:
 
     def prepare(self, step: Step, ids: Tensor, positions: Tensor) -> None:
         """Capture the graphs of single requests, so that none waits for them; the step only gives dtypes, widths."""
-        started, free = time.monotonic(), torch.cuda.mem_get_info(self.device)[0]
         longest = min(self.max_model_tokens + self.policy.page_tokens, self.prefill.coded_tokens)
         for coded in HISTORY_ROOMS:
             room = self.shapes.room(0, NEW_TOKENS[0], coded)
@@ -215,14 +221,6 @@ class StepGraphs:
             self._graph(Shape(0, room), step, ids, positions)
             if coded >= longest:
                 break
-        torch.cuda.synchronize(self.device)
-        used = free - torch.cuda.mem_get_info(self.device)[0]
-        logger.info(
-            "LoopKV: %d prefill graphs captured in %.1f s, %.0f MiB",
-            len(self._graphs),
-            time.monotonic() - started,
-            used / 2**20,
-        )
 
     @property
     def count(self) -> int:
@@ -234,13 +232,23 @@ class StepGraphs:
         if self._graphs:
             torch.cuda.synchronize(self.device)
             self._graphs.clear()
+            self._memory = None  # went with the last graph
 
     def _graph(self, shape: Shape, step: Step, ids: Tensor, positions: Tensor) -> StepGraph:
         graph = self._graphs.pop(shape, None)
         if graph is None:
+            started, free = time.monotonic(), torch.cuda.mem_get_info(self.device)[0]
             graph = self._make(shape, self._buffers_like(step, ids, positions), step.pool)
             self._capture(graph)
-            logger.debug("LoopKV: captured %s", shape)
+            logger.info(
+                "LoopKV: prefill graph %d for %d decode rows, %d new and %d history tokens: %.0f ms, %.0f MiB",
+                len(self._graphs) + 1,
+                shape.decode_rows,
+                shape.room.new_tokens,
+                shape.room.coded_tokens,
+                1e3 * (time.monotonic() - started),
+                (free - torch.cuda.mem_get_info(self.device)[0]) / 2**20,
+            )
             if len(self._graphs) >= MOST_GRAPHS:
                 torch.cuda.synchronize(self.device)  # before the oldest, which may still run, is destroyed
                 del self._graphs[next(iter(self._graphs))]
@@ -287,8 +295,8 @@ class StepGraphs:
         buffers, shape = self._buffers, graph.shape
         assert buffers is not None
         ids, positions = buffers.ids[: shape.tokens], buffers.positions[: shape.tokens]
-        if self._stream is None:
-            self._stream, self._memory = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self.device)
         self._fill_nothing(graph)
         self._stream.wait_stream(current)
