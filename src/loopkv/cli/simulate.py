@@ -41,12 +41,12 @@ def simulate_command(
         Path | None, typer.Option(metavar="RECORDS", help="Fit each arm's step time to its decode.step_ms Records.")
     ] = None,
     pool: Annotated[float | None, typer.Option(metavar="GIB", help="KV pool, instead of the GPU's.")] = None,
-    utilization: Annotated[float | None, typer.Option(metavar="0..1", help="Share of GPU memory in use.")] = None,
+    utilization: Annotated[float | None, typer.Option(metavar="0..1", help="Fraction of GPU memory in use.")] = None,
     prefill_rate: Annotated[
         float, typer.Option(metavar="TOK/S", help="Prompt tokens computed per second (an assumption; printed).")
     ] = 20_000.0,
     hot_share: Annotated[
-        float, typer.Option(metavar="0..1", help="Share of values read from both planes where a plan sets tau.")
+        float, typer.Option(metavar="0..1", help="Fraction of hot tokens (both value planes read) where a plan sets tau.")
     ] = 1.0,
     rates: Annotated[
         str | None, typer.Option(metavar="R,R,...", help="Arrival rates; found by itself if left out.")
