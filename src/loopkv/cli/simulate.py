@@ -46,7 +46,7 @@ def simulate_command(
         float, typer.Option(metavar="TOK/S", help="Prompt tokens computed per second (an assumption; printed).")
     ] = 20_000.0,
     hot_share: Annotated[
-        float, typer.Option(metavar="0..1", help="Fraction of hot tokens (both value planes read) where a plan sets tau.")
+        float, typer.Option(metavar="0..1", help="Fraction of hot tokens (both planes read) where a plan sets tau.")
     ] = 1.0,
     rates: Annotated[
         str | None, typer.Option(metavar="R,R,...", help="Arrival rates; found by itself if left out.")
