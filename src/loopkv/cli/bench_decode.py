@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from loopkv.records import Record
 
+from loopkv.cli.engine import EngineOption, engine_options
 from loopkv.cli.model import FOLDER_OR_NAME, parse_model
 from loopkv.paths import check_output_file, check_output_folder
 
@@ -60,9 +61,7 @@ def decode_command(
     hot_share: Annotated[
         float, typer.Option(metavar="0..1", help="Fraction of generated history that is hot at 14 bits.")
     ] = 0.2,
-    engine: Annotated[
-        str, typer.Option(metavar="JSON", help="Options of vllm.LLM, e.g. '{\"gpu_memory_utilization\": 0.9}'.")
-    ] = "{}",
+    engine: EngineOption = "{}",
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     work: Annotated[Path, typer.Option(callback=check_output_folder, help="Folder for job files and logs.")] = Path(
         "build/bench-decode"
@@ -75,8 +74,6 @@ def decode_command(
 
     Example: loopkv bench decode --geometry ouro-1.4b --arm bf16=stock --arm kivi4 --arm bf16=stock -o decode.jsonl
     """
-    import json
-
     from loopkv.artifacts import Fingerprint
     from loopkv.bench.arms import parse_arms
     from loopkv.bench.decode import DecodeSettings, run_decode
@@ -88,12 +85,7 @@ def decode_command(
 
     if (model is None) == (geometry is None):
         raise LoopKVError("bench decode", got="no or two models", wanted="--model FOLDER or --geometry NAME")
-    try:
-        options = json.loads(engine)
-    except ValueError:
-        options = None
-    if not isinstance(options, dict):
-        raise LoopKVError("--engine", got=engine[:80], wanted="a JSON object")
+    options = engine_options(engine)
     if geometry is not None:
         shape = dummy_shape(geometry, layers)
         size = shape_size(shape)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.engine import EngineOption, engine_options
 from loopkv.cli.model import ModelArgument
 from loopkv.paths import check_output_file
 
@@ -39,9 +40,7 @@ def add(group: typer.Typer) -> None:
         device: Annotated[
             str, typer.Option(help="Where the fp32 reference runs; the engine runs where vLLM was built for.")
         ] = "cpu",
-        engine: Annotated[
-            str, typer.Option(metavar="JSON", help="Options of vllm.LLM, e.g. '{\"enforce_eager\": true}'.")
-        ] = "{}",
+        engine: EngineOption = "{}",
         seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and of the pages checked.")] = 0,
         records: Annotated[
             Path | None, typer.Option("--records", callback=check_output_file, help="Append Records to this file.")
@@ -57,11 +56,8 @@ def add(group: typer.Typer) -> None:
 
         Example: [bold]loopkv eval served looped-tiny plan.json stock --dtype bfloat16 --records served.jsonl[/bold]
         """
-        import json
-
         from loopkv import reference
         from loopkv.cli._render import console
-        from loopkv.errors import LoopKVError
         from loopkv.eval.served import STOCK, evaluate_served, served_records
         from loopkv.models import fingerprint_model, load_model, load_tokenizer, resolve_device
         from loopkv.planner.lookup import load_or_name
@@ -69,12 +65,7 @@ def add(group: typer.Typer) -> None:
         from loopkv.profiler import load_documents
         from loopkv.records import append_records
 
-        try:
-            options = json.loads(engine)
-        except ValueError:
-            options = None
-        if not isinstance(options, dict):
-            raise LoopKVError("--engine", got=engine[:80], wanted="a JSON object")
+        options = engine_options(engine)
         fingerprint = fingerprint_model(model)
         arms = [None if plan == STOCK else load_or_name(plan, fingerprint)[0] for plan in plans]
         looped = load_model(model, device=resolve_device(device))
