@@ -18,7 +18,7 @@ def test_an_object_is_the_keyword_arguments():
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", "null", "enforce_eager", "{'a': 1}", "[" * 100_000])
 def test_anything_else_is_refused_by_every_command_before_it_starts(text, tmp_path):
-    with pytest.raises(LoopKVError, match="--engine, got .*wanted a JSON object") as caught:
+    with pytest.raises(LoopKVError, match=r"--engine, got .*wanted a JSON object") as caught:
         engine_options(text)
     assert len(str(caught.value)) < 200
     for command in (
