@@ -37,6 +37,7 @@ from loopkv.layout import Layout
 
 TIMED_SECONDS = 4e-6
 MAX_ROWS = 1024
+_CODE_BLOCKS_DECODE, _CODE_BLOCKS_MIXED = 4, 12  # of a multiprocessor: few pages leave in a decode step, if any
 _SCALAR_QUERIES = 64  # of one launch of the scalar path: bounds its workspace
 
 
@@ -293,4 +294,5 @@ class CudaOperators:
             rows=step.rows,
         )
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        self.library.code_pages(args, blocks=4 * self.blocks, stream=stream)
+        each = _CODE_BLOCKS_DECODE if step.query_start is None else _CODE_BLOCKS_MIXED
+        self.library.code_pages(args, blocks=each * self.blocks, stream=stream)

@@ -390,7 +390,7 @@ class Prefill:
             return
         scratch = self.scratch
         self._expand[cell.bits](
-            (self.heads, len(tasks), 1),
+            (self._expand_programs, len(tasks), 1),
             step.pool,
             step.history_table,
             step.window_table,
