@@ -57,9 +57,11 @@ def _assembly(kernel: Any, constants: dict[str, int]) -> str:
 @pytest.mark.parametrize(("dim", "bits"), [(64, 4), (96, 4), (96, 2), (128, 4), (128, 2), (128, 16), (256, 4)])
 def test_pages_are_coded_by_ieee_arithmetic_and_stored_wide(dim: int, bits: int) -> None:
     from loopkv.kernels.encode import encode_kernel
-    from loopkv.kernels.expand import expand_kernel
+    from loopkv.kernels.expand import expand_kernel, heads_together
 
-    expand = _assembly(expand_kernel, {"BITS": bits, "H": 4, "D": dim, "SINK": 32, **PLACES})
+    expand = _assembly(
+        expand_kernel, {"BITS": bits, "H": 4, "D": dim, "SINK": 32, **PLACES, "HEADS": heads_together(4)}
+    )
     encode = _assembly(encode_kernel, {"BITS": bits, "H": 4, "D": dim, **PLACES})
     for ptx in (expand, encode):
         assert ".ftz" not in ptx

@@ -29,7 +29,7 @@ from loopkv.kernels.expand import (
     value_scales_at,
 )
 
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a smaller fp32 to an integer, halves to even
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a code, halves to even, into the lowest bits
 FP16_MAX = tl.constexpr(65504.0)
 
 
@@ -48,14 +48,35 @@ def scale_zero(lo, hi, BITS: tl.constexpr):
     return tl.div_rn(hi - lo, tl.zeros_like(lo) + TOP).to(tl.float16), lo.to(tl.float16)
 
 
+if triton.knobs.runtime.interpret:  # tl.fma rounds twice there
+
+    @triton.jit
+    def divide(x, divisor, reciprocal):
+        """x / divisor as IEEE 754 rounds it."""
+        return tl.div_rn(x, divisor)
+else:
+
+    @triton.jit
+    def divide(x, divisor, reciprocal):
+        """x / divisor as IEEE 754 rounds it, where that is beyond 2^-100: one division serves all x of a divisor.
+
+        The reciprocal is rounded correctly, so one step from ``x * reciprocal`` along the exact remainder rounds the
+        quotient correctly (Markstein 1990) as long as nothing underflows: a divisor is an fp16 number.
+        """
+        quotient = x * reciprocal
+        return tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+
+
 @triton.jit
 def codes_of(x, scale, zero, BITS: tl.constexpr):
-    """Codes int32 of x under scale and zero, fp32, all of one shape."""
+    """Codes int32 of x under scale and zero: fp32, of shapes that x's is made of."""
     TOP: tl.constexpr = (1 << BITS) - 1
-    steps = tl.div_rn(x - zero, tl.where(scale == 0.0, 1.0, scale))
-    steps = (steps + ROUND) - ROUND
-    steps = tl.minimum(tl.maximum(steps, 0.0), TOP * 1.0)
-    return tl.where(scale == 0.0, 0.0, steps).to(tl.int32)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    x, divisor = tl.broadcast(x - zero, divisor)
+    steps = divide(x, divisor, tl.broadcast_to(reciprocal, x.shape))
+    steps = tl.minimum(tl.maximum(tl.where(scale == 0.0, 0.0, steps), 0.0), TOP * 1.0)
+    return (steps + ROUND).to(tl.int32, bitcast=True) & TOP
 
 
 @triton.jit
@@ -64,7 +85,7 @@ def encode_key_block(head, tokens, x, BITS: tl.constexpr, D: tl.constexpr, AT: t
     WORDS: tl.constexpr = C * BITS // 32
     scale16, zero16 = scale_zero(tl.min(x, 0), tl.max(x, 0), BITS)
     scale, zero = scale16.to(tl.float32)[None, :], zero16.to(tl.float32)[None, :]
-    codes = codes_of(x, tl.broadcast_to(scale, [PAGE, C]), tl.broadcast_to(zero, [PAGE, C]), BITS)
+    codes = codes_of(x, scale, zero, BITS)
     shift = code_shifts(BITS, C)
     words = tl.sum(tl.reshape(codes, [PAGE, WORDS, 32 // BITS]) << shift[None, None, :], 2)
     words_at = (head + PAGE * AT * BITS // 8).to(tl.pointer_type(tl.int32))
@@ -86,9 +107,7 @@ def encode_value_block(head, tokens, x, BITS: tl.constexpr, D: tl.constexpr, AT:
     x = tl.reshape(x, [PAGE, GROUPS, GROUP])
     scale16, zero16 = scale_zero(tl.min(x, 2), tl.max(x, 2), BITS)
     scale, zero = scale16.to(tl.float32)[:, :, None], zero16.to(tl.float32)[:, :, None]
-    codes = codes_of(
-        x, tl.broadcast_to(scale, [PAGE, GROUPS, GROUP]), tl.broadcast_to(zero, [PAGE, GROUPS, GROUP]), BITS
-    )
+    codes = codes_of(x, scale, zero, BITS)
     high = codes >> (BITS - 2)
     i = 2 * tl.arange(0, 4)
     quads = tl.sum(tl.reshape(high, [PAGE, C // 4, 4]) << i[None, None, :], 2)  # [token, group * 8 + r] bytes

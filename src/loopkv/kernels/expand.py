@@ -114,31 +114,35 @@ def four_codes(x):
 
 
 @triton.jit
-def decode_key_block(
+def load_key_block(
     heads, part, token, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr
 ):
-    """Keys [HEADS * 32, C] fp32 of channels AT .. AT + C - 1.
+    """What channels AT .. AT + C - 1 of keys are decoded from: words of eight codes, scale and zero of each channel.
 
     Args:
         heads: [HEADS] the heads' parts of a page.
         part, token: [HEADS * 32] every token's own of them, and its number.
     """
-    unit = tl.arange(0, C // 8)  # eight channels
+    unit = tl.arange(0, C // 8)
     words = part.to(tl.pointer_type(tl.int32)) + (PAGE * AT * BITS // 32 + token * (C * BITS // 32))
-    if BITS == 4:
-        codes = eight_codes(tl.load(words[:, None] + unit[None, :]), 16, 4, 15)
-    else:
-        halves = tl.load(words[:, None] + (unit // 2)[None, :])
-        if C == 32:
-            codes = eight_codes(halves >> (unit % 2 * 16)[None, :], 8, 2, 3)
-        else:
-            codes = eight_codes(halves >> (unit % 2 * 8)[None, :], 16, 2, 3)
     at = PAGE * D * BITS // 16 + AT + tl.arange(0, C)
     scales = heads.to(tl.pointer_type(tl.float16))[:, None] + at[None, :]
-    scale, zero = tl.load(scales).to(tl.float32), tl.load(scales + D).to(tl.float32)
-    scale = tl.reshape(tl.broadcast_to(scale[:, None, :], [HEADS, PAGE, C]), [HEADS * PAGE, C])
-    zero = tl.reshape(tl.broadcast_to(zero[:, None, :], [HEADS, PAGE, C]), [HEADS * PAGE, C])
-    return tl.reshape(codes, [HEADS * PAGE, C]).to(tl.float32) * scale + zero
+    return tl.load(words[:, None] + (unit * BITS // 4)[None, :]), tl.load(scales), tl.load(scales + D)
+
+
+@triton.jit
+def decode_key_block(words, scale, zero, BITS: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr):
+    """Keys [HEADS * 32, C] fp32."""
+    if BITS == 4:
+        codes = eight_codes(words, 16, 4, 15)
+    elif C == 32:
+        codes = eight_codes(words >> (tl.arange(0, C // 8) % 2 * 16)[None, :], 8, 2, 3)
+    else:
+        codes = eight_codes(words >> (tl.arange(0, C // 8) % 2 * 8)[None, :], 16, 2, 3)
+    scale = tl.broadcast_to(scale.to(tl.float32)[:, None, :], [HEADS, PAGE, C])
+    zero = tl.broadcast_to(zero.to(tl.float32)[:, None, :], [HEADS, PAGE, C])
+    codes = tl.reshape(codes, [HEADS * PAGE, C]).to(tl.float32)
+    return codes * tl.reshape(scale, [HEADS * PAGE, C]) + tl.reshape(zero, [HEADS * PAGE, C])
 
 
 @triton.jit
@@ -149,15 +153,12 @@ def value_channel(C: tl.constexpr):
 
 
 @triton.jit
-def decode_value_block(
-    part, token, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr
-):
-    """Values [HEADS * 32, C] fp32 likewise, but channels in the order of ``value_channel``: four of each group at a
-    time, as the codes lie."""
-    N: tl.constexpr = HEADS * PAGE
+def load_value_block(part, token, BITS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr, C: tl.constexpr):
+    """The same of values: the codes' high and low bits, of two groups at a time (or of the only one), and the scale and
+    zero of each group. With BITS 2 the low bits are no value."""
     GROUPS: tl.constexpr = C // GROUP
     PAIRS: tl.constexpr = GROUPS // 2 if GROUPS > 1 else 1
-    unit_type: tl.constexpr = tl.uint16 if GROUPS > 1 else tl.uint8  # the codes of two groups, or of the only one
+    unit_type: tl.constexpr = tl.uint16 if GROUPS > 1 else tl.uint8
     m, k, t, e = (token // 16)[:, None], (token // 8 % 2)[:, None], (token // 2 % 4)[:, None], (token % 2)[:, None]
     unit = tl.arange(0, 8 * PAIRS)
     r, pair = (unit // PAIRS)[None, :], (unit % PAIRS)[None, :]
@@ -166,18 +167,30 @@ def decode_value_block(
     else:
         high_at = (((r * 4 + t) * 2 + m) * 2 + k) * 2 + e
     planes = part + value_codes_at(D, BITS)
-    packed = tl.load((planes + 8 * AT).to(tl.pointer_type(unit_type))[:, None] + high_at).to(tl.int32)
-    codes = eight_codes(packed, 2, 4, 3) if GROUPS > 1 else four_codes(packed)
+    high = tl.load((planes + 8 * AT).to(tl.pointer_type(unit_type))[:, None] + high_at)
+    low = high
     if BITS == 4:
         slot = token // 8 * 8 + token % 2 * 4 + token // 2 % 4
         low_at = (planes + (8 * D + AT // 4 + slot * (D // 4))).to(tl.pointer_type(unit_type))
-        packed = tl.load(low_at[:, None] + unit[None, :]).to(tl.int32)
-        codes = codes * 4 + (eight_codes(packed, 2, 4, 3) if GROUPS > 1 else four_codes(packed))
+        low = tl.load(low_at[:, None] + unit[None, :])
     place = (token // 2 % 4 * 8 + token // 8 * 2 + token % 2)[:, None] + (AT + tl.arange(0, GROUPS) * PAGE)[None, :]
     scales = (part + value_scales_at(D, BITS)).to(tl.pointer_type(tl.float16))[:, None] + place
-    scale, zero = tl.load(scales).to(tl.float32), tl.load(scales + D).to(tl.float32)
+    return high, low, tl.load(scales), tl.load(scales + D)
+
+
+@triton.jit
+def decode_value_block(high, low, scale, zero, BITS: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr):
+    """Values [HEADS * 32, C] fp32, channels in the order of ``value_channel``: four of each group at a time, as the
+    codes lie."""
+    N: tl.constexpr = HEADS * PAGE
+    GROUPS: tl.constexpr = C // GROUP
+    high, low = high.to(tl.int32), low.to(tl.int32)
+    codes = eight_codes(high, 2, 4, 3) if GROUPS > 1 else four_codes(high)
+    if BITS == 4:
+        codes = codes * 4 + (eight_codes(low, 2, 4, 3) if GROUPS > 1 else four_codes(low))
     codes = tl.reshape(codes, [N, 8, GROUPS, 4]).to(tl.float32)
-    return tl.reshape(codes * scale[:, None, :, None] + zero[:, None, :, None], [N, C])
+    scale, zero = scale.to(tl.float32)[:, None, :, None], zero.to(tl.float32)[:, None, :, None]
+    return tl.reshape(codes * scale + zero, [N, C])
 
 
 @triton.jit
@@ -194,10 +207,15 @@ def expand_block(
     C: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Decode channels AT .. AT + C - 1 of some heads of a page; token i goes to element ``to[i]``."""
-    keys = decode_key_block(heads, part, token, BITS, D, AT, C, HEADS)
-    values = decode_value_block(part, token, BITS, D, AT, C, HEADS)
+    """Decode channels AT .. AT + C - 1 of some heads of a page; token i goes to element ``to[i]``.
+
+    All loads come first: what is done between them would make each wait for the one before.
+    """
+    words, key_scale, key_zero = load_key_block(heads, part, token, BITS, D, AT, C, HEADS)
+    high, low, scale, zero = load_value_block(part, token, BITS, D, AT, C)
+    keys = decode_key_block(words, key_scale, key_zero, BITS, C, HEADS)
     tl.store(keys_to + to[:, None] + (AT + tl.arange(0, C))[None, :], keys.to(keys_to.dtype.element_ty))
+    values = decode_value_block(high, low, scale, zero, BITS, C, HEADS)
     tl.store(values_to + to[:, None] + (AT + value_channel(C))[None, :], values.to(values_to.dtype.element_ty))
 
 
@@ -377,6 +395,4 @@ def expand_kernel(
         part = page + head * head_bytes(D, BITS)
         to = scratch_place(info, piece * PAGE + mine, head, H, D)
         for i in tl.static_range(pieces(D)):
-            expand_block(
-                heads, part, mine, coded_k, coded_v, to, BITS, D, piece_at(D, i), piece_channels(D, i), HEADS
-            )
+            expand_block(heads, part, mine, coded_k, coded_v, to, BITS, D, piece_at(D, i), piece_channels(D, i), HEADS)
