@@ -24,7 +24,8 @@ def test_quotients_are_those_of_ieee_division_for_every_scale() -> None:
         steps = generator.uniform(0, 17, len(scales)).astype(np.float32)
         for x in (steps * scales, np.round(steps) * scales + scales / 2):  # anywhere, and beside the ties of rounding
             for nudged in (x, np.nextafter(x, np.float32(0)), np.nextafter(x, np.float32(np.inf))):
-                assert np.array_equal(divide(nudged, scales), nudged / scales)
+                dividend = np.asarray(nudged, np.float32)
+                assert np.array_equal(divide(dividend, scales), dividend / scales)
 
 
 def test_far_values_stay_finite() -> None:

@@ -103,14 +103,14 @@ def eight_codes(x, ODD: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr):
     c4, c5 = (x >> (2 * EVEN)) & MASK, (x >> (ODD + 2 * EVEN)) & MASK
     c6, c7 = (x >> (3 * EVEN)) & MASK, (x >> (ODD + 3 * EVEN)) & MASK
     even, odd = tl.join(tl.join(c0, c4), tl.join(c2, c6)), tl.join(tl.join(c1, c5), tl.join(c3, c7))
-    return tl.reshape(tl.join(even, odd), x.shape + (8,))
+    return tl.reshape(tl.join(even, odd), x.shape + (8,))  # noqa: RUF005 - Triton knows no unpacking
 
 
 @triton.jit
 def four_codes(x):
     """The four 2-bit codes of bytes x, as a last axis."""
     c0, c1, c2, c3 = x & 3, (x >> 2) & 3, (x >> 4) & 3, (x >> 6) & 3
-    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), x.shape + (4,))
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), x.shape + (4,))  # noqa: RUF005
 
 
 @triton.jit
