@@ -23,10 +23,13 @@ from loopkv.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One measured decode step: ``batch`` requests reading ``read_bytes_per_request`` each took ``step_s`` seconds."""
+    """One measured decode step: ``batch`` requests reading ``read_bytes_per_request`` each took ``step_s`` seconds.
+
+    The batch of a stretch of served steps is a mean, hence no whole number.
+    """
 
     step_s: float
-    batch: int
+    batch: float
     read_bytes_per_request: float
 
 

@@ -24,7 +24,7 @@ from loopkv.bench.serving_client import (
     times_to_json,
 )
 from loopkv.bench.slo import RequestTimes
-from loopkv.bench.slo_run import SloSettings, fit_line, run_slo
+from loopkv.bench.slo_run import SloSettings, fit_line, next_rung, run_slo
 from loopkv.bench.workload import Request
 from loopkv.errors import LoopKVError
 from loopkv.geometry import Geometry
@@ -54,6 +54,8 @@ class Bench:
         self.cells: list[tuple[float, int]] = []
         self.lost: dict[int, str] = {}
         self.fail_at: float | None = None
+        self.refuse: str | None = None
+        self.running_now = 0
         self.tail_s = 0.0
         monkeypatch.setattr(slo_run, "running_server", self.running)
         monkeypatch.setattr(slo_run, "run_client", self.client)
@@ -64,7 +66,13 @@ class Bench:
     @contextlib.contextmanager
     def running(self, command: Sequence[str], log: Path, environment: Any = None) -> Iterator[str]:
         self.started.append(" ".join(command))
-        yield "http://server"
+        if self.refuse is not None and self.refuse in self.started[-1]:
+            raise LoopKVError("vllm serve", got="refused")
+        self.running_now += 1
+        try:
+            yield "http://server"
+        finally:
+            self.running_now -= 1
 
     def client(
         self, url: str, requests: Sequence[Request], *_: Any, rate_per_s: float, seed: int, **__: Any
@@ -201,6 +209,61 @@ def test_the_time_budget_counts_what_follows_the_last_arrival(bench: Bench, tmp_
     # The first rung, 5.5 s and a tail guessed from tau0 (80 tokens at 1.5 tau0), took 7 s more than its arrivals:
     # 2.75 s and 7.5 s (one gap of 0.5 s is the client's) no longer fit.
     assert [rate for rate, _ in bench.cells] == [2.0] and some.cells_left == 1
+
+
+def test_servers_that_run_together_take_turns(bench: Bench, tmp_path: Path) -> None:
+    found = settings(
+        tmp_path,
+        ("kivi4", "kivi2"),
+        together=True,
+        rates_per_s=(),
+        arm_rates={
+            "kivi4": (0.25, 0.5, 1.0, 2.0, 4.0),
+            "kivi2": (0.5, 1.0),
+        },
+        find_k=3.0,
+    )
+    result = run_slo(found, quiet)
+    assert len(bench.started) == 3  # and stock, for tau0
+    # Bisections from the middle rung: kivi4 1.0 holds, 4.0 fails, 2.0 fails; kivi2 1.0 holds and is its highest.
+    assert bench.cells == [(1.0, 101), (1.0, 101), (4.0, 101), (2.0, 101)]
+    capacities = {(r.settings["arm"], r.value) for r in result.records if r.what == "slo.capacity"}
+    assert capacities == {("kivi4", 1.0), ("kivi2", 1.0)} and result.cells_left == 0
+    run_slo(found, quiet)
+    assert len(bench.started) == 3 and len(bench.cells) == 4
+
+
+def test_one_server_of_several_that_fails_stops_the_others(bench: Bench, tmp_path: Path) -> None:
+    bench.refuse = "kivi2"
+    with pytest.raises(LoopKVError, match="refused"):
+        run_slo(settings(tmp_path, ("kivi4", "kivi2"), together=True, tau0_ms=2.0), quiet)
+    assert bench.running_now == 0 and bench.cells == []
+
+
+def test_rates_of_an_arm_that_does_not_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoopKVError, match="rates of an arm"):
+        settings(tmp_path, arm_rates={"kivi3": (1.0,)})
+    with pytest.raises(LoopKVError, match="rates"):
+        settings(tmp_path, rates_per_s=(), arm_rates={"kivi4": (1.0,)})  # none for stock
+
+
+@pytest.mark.parametrize(
+    ("capacity", "measured"),
+    [
+        (0.0, [5, 3, 0, 1]),
+        (1.5, [5, 3, 0, 1, 2]),
+        (4.0, [5, 3, 4]),
+        (6.0, [5, 7, 6]),
+        (9.0, [5, 7, 9]),
+    ],
+)
+def test_bisection_of_a_ladder(capacity: float, measured: list[int]) -> None:
+    ladder = [float(i) for i in range(10)]
+    met: dict[float, bool] = {}
+    while (rate := next_rung(ladder, met)) is not None:
+        assert rate not in met
+        met[rate] = rate <= capacity
+    assert list(met) == measured
 
 
 def test_given_tau0_starts_no_calibration(bench: Bench, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ so a file can be scored again without a server, and a run that was killed repeat
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,10 +74,11 @@ class SloSettings:
         requests: the workload; prompts without text get some from ``tokenizer``.
         tokenizer: of the model folder.
         arms: caches to compare.
-        rates_per_s: rungs, the same for every arm.
+        rates_per_s: rungs of every arm that ``arm_rates`` does not name.
         seeds: of the arrivals.
         output: Records file.
         work: folder for logs and scratch files.
+        arm_rates: rungs of single arms by label.
         ks, ttfts_s: bounds to score: TPOT in tau0, TTFT in seconds.
         tau0_ms: given instead of measured.
         server_arguments: further arguments of ``vllm serve``, the same for every arm.
@@ -83,6 +86,7 @@ class SloSettings:
         ignore_eos: every request generates all its output tokens.
         climb_past_failure: run every rung, also above one at which all bounds fail.
         find_k: run only the rungs that find the capacity at this many tau0 and the first of ``ttfts_s``, by bisection.
+        together: start the servers of all arms at once, which must fit the GPU; only one has traffic at a time.
         max_seconds: start no cell that would probably end later than this.
     """
 
@@ -95,6 +99,7 @@ class SloSettings:
     seeds: tuple[int, ...]
     output: Path
     work: Path
+    arm_rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     ks: tuple[float, ...] = (2.0, 3.0, 5.0)
     ttfts_s: tuple[float, ...] = (10.0, 5.0, 20.0)
     tau0_ms: float | None = None
@@ -103,11 +108,16 @@ class SloSettings:
     ignore_eos: bool = True
     climb_past_failure: bool = False
     find_k: float | None = None
+    together: bool = False
     max_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        unknown = set(self.arm_rates) - {arm.label for arm in self.arms}
+        if unknown:
+            labels = ", ".join(arm.label for arm in self.arms)
+            raise LoopKVError("bench slo: rates of an arm", got=", ".join(sorted(unknown)), wanted=labels)
         for name, values in (
-            ("rates", self.rates_per_s),
+            *(("rates", self.rates_of(arm)) for arm in self.arms),
             ("seeds", self.seeds),
             ("k", self.ks),
             ("ttft", self.ttfts_s),
@@ -115,10 +125,15 @@ class SloSettings:
             if not values:
                 raise LoopKVError(f"bench slo: {name}", got="none", wanted="at least one")
         found = () if self.find_k is None else (self.find_k,)
-        if not all(math.isfinite(v) and v > 0 for v in (*self.rates_per_s, *self.ks, *self.ttfts_s, *found)):
+        every = (rate for arm in self.arms for rate in self.rates_of(arm))
+        if not all(math.isfinite(v) and v > 0 for v in (*every, *self.ks, *self.ttfts_s, *found)):
             raise LoopKVError("bench slo: rates, k and ttft", got="a value not above 0", wanted="numbers above 0")
         if len(self.requests) < 3:
             raise LoopKVError("bench slo: workload", got=f"{len(self.requests)} requests", wanted="at least 3")
+
+    def rates_of(self, arm: EngineArm) -> tuple[float, ...]:
+        """Rungs of one arm, slowest first."""
+        return tuple(sorted(set(self.arm_rates.get(arm.label, self.rates_per_s))))
 
     @property
     def workload(self) -> str:
@@ -234,9 +249,7 @@ class _Run:
         found: dict[str, float] = {}
         self.say("calibrate tau0 on stock vLLM: single requests at several contexts")
         if url is None:
-            log = self.settings.work / "server-calibration.log"
-            with running_server(self.command(arm), log, self.environment()) as started:
-                self.warm(started)
+            with self.server(arm) as started:
                 rows = self.calibrate(started, arm)
         else:
             rows = self.calibrate(url, arm)
@@ -290,6 +303,8 @@ class _Run:
         """Measure what is missing of tau0 and of every arm; returns tau0 and the cells left for want of time."""
         tau0 = self.known_tau0()
         stock = next((a for a in self.settings.arms if a.stock and a.kv_cache_dtype == "auto"), None)
+        if self.settings.together:
+            return self.all_together(tau0, stock)
         if not tau0 and stock is None:
             tau0 = self.measure_tau0(EngineArm(STOCK_LABEL, "stock", None), None)
         ordered = sorted(self.settings.arms, key=lambda arm: arm is not stock)  # tau0 comes with the stock arm's server
@@ -301,12 +316,33 @@ class _Run:
             if tau0 and self.out_of_time(max(cell.rate for cell in cells)):
                 left += len(cells)
                 continue
-            log = self.settings.work / f"server-{_file_name(arm.label)}.log"
-            with running_server(self.command(arm), log, self.environment()) as url:
-                self.warm(url)
+            with self.server(arm) as url:
                 tau0 = tau0 or self.measure_tau0(arm, url)
-                left += self.ladder(url, arm, tau0)
+                left += self.ladders({arm: url}, tau0)
         return tau0, left
+
+    def all_together(self, tau0: dict[str, float], stock: EngineArm | None) -> tuple[dict[str, float], int]:
+        """As ``all``, with every server up from the start: the rungs of the arms take turns."""
+        arms = [arm for arm in self.settings.arms if self.missing(arm, tau0)]
+        calibrated = None if tau0 else stock or EngineArm(STOCK_LABEL, "stock", None)
+        started = arms if calibrated is None or calibrated in arms else [calibrated, *arms]
+        with contextlib.ExitStack() as stack:
+            with ThreadPoolExecutor(
+                max(1, len(started))
+            ) as pool:  # interrupted, it waits: the stack stops every server
+                coming = {arm: pool.submit(stack.enter_context, self.server(arm)) for arm in started}
+            urls = {arm: one.result() for arm, one in coming.items()}
+            if calibrated is not None:
+                tau0 = self.measure_tau0(calibrated, urls[calibrated])
+            return tau0, self.ladders({arm: urls[arm] for arm in arms}, tau0)
+
+    @contextlib.contextmanager
+    def server(self, arm: EngineArm) -> Iterator[str]:
+        """A server of one arm, warm."""
+        log = self.settings.work / f"server-{_file_name(arm.label)}.log"
+        with running_server(self.command(arm), log, self.environment()) as url:
+            self.warm(url)
+            yield url
 
     def loosest(self, tau0: Mapping[str, float]) -> list[Bounds]:
         """The widest bounds that are scored, under each tau0."""
@@ -320,7 +356,7 @@ class _Run:
         cells = []
         for seed in self.settings.seeds:
             if not self.passed_top(arm, seed, self.loosest(tau0)):
-                every = (_Cell(arm, seed, rate) for rate in sorted(set(self.settings.rates_per_s)))
+                every = (_Cell(arm, seed, rate) for rate in self.settings.rates_of(arm))
                 cells += [cell for cell in every if self.cell_record(cell) is None]
         return cells
 
@@ -332,21 +368,28 @@ class _Run:
             rate: score(times, bounds).attainment >= ATTAINMENT_RULE
             for rate, times in self.ladder_times(arm, seed).items()
         }
-        return next_rung(self.settings.rates_per_s, met)
+        return next_rung(self.settings.rates_of(arm), met)
 
-    def ladder(self, url: str, arm: EngineArm, tau0: Mapping[str, float]) -> int:
-        """Run the missing cells of one arm; returns how many are left for want of time."""
+    def ladders(self, urls: Mapping[EngineArm, str], tau0: Mapping[str, float]) -> int:
+        """Run the missing cells of some arms, one of each in turn; returns how many are left for want of time."""
         left: set[_Cell] = set()
-        while cells := [cell for cell in self.missing(arm, tau0) if cell not in left]:
-            if self.out_of_time(cells[0].rate):
-                left.add(cells[0])
-            else:
-                self.run_cell(url, cells[0])
+        ran = True
+        while ran:
+            ran = False
+            for arm, url in urls.items():
+                cell = next((cell for cell in self.missing(arm, tau0) if cell not in left), None)
+                if cell is None:
+                    continue
+                ran = True
+                if self.out_of_time(cell.rate):
+                    left.add(cell)
+                else:
+                    self.run_cell(url, cell)
         return len(left)
 
     def passed_top(self, arm: EngineArm, seed: int, bounds: Sequence[Bounds]) -> bool:
         """Whether a measured rung fails every bound: no higher rung can change a capacity."""
-        if self.settings.climb_past_failure:
+        if self.settings.climb_past_failure or not bounds:
             return False
         return any(
             all(score(times, one).attainment < ATTAINMENT_RULE for one in bounds)
@@ -356,7 +399,7 @@ class _Run:
     def ladder_times(self, arm: EngineArm, seed: int) -> dict[float, tuple[RequestTimes, ...]]:
         """Measured rungs of one arm and seed, by rate."""
         found = {}
-        for rate in sorted(set(self.settings.rates_per_s)):
+        for rate in self.settings.rates_of(arm):
             record = self.cell_record(_Cell(arm, seed, rate))
             if record is not None:
                 found[rate] = times_from_json(record.settings["requests"])

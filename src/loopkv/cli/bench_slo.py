@@ -24,7 +24,10 @@ def slo_command(
     arm: Annotated[
         list[str], typer.Option(metavar="[LABEL=]SPEC", help="stock, stock:fp8, a plan file or a plan name; repeat.")
     ],
-    rates: Annotated[str, typer.Option(metavar="R,R,...", help="Rungs: arrival rates in requests/s.")],
+    rates: Annotated[
+        list[str],
+        typer.Option(metavar="[LABEL=]R,R,...", help="Rungs: arrival rates in requests/s, of all arms or of one."),
+    ],
     output: Annotated[
         Path,
         typer.Option(
@@ -54,6 +57,9 @@ def slo_command(
         float | None,
         typer.Option(metavar="K", help="Bisect --rates: only the rungs that find the capacity at K tau0."),
     ] = None,
+    together: Annotated[
+        bool, typer.Option(help="Start all servers at once (they must fit the GPU together); rungs take turns.")
+    ] = False,
     work: Annotated[Path, typer.Option(callback=check_output_folder, help="Folder for logs and scratch files.")] = Path(
         "build/bench-slo"
     ),
@@ -99,7 +105,12 @@ def slo_command(
         requests=requests,
         tokenizer=tokenizer,
         arms=parse_arms(arm),
-        rates_per_s=tuple(_numbers(rates, "--rates")),
+        rates_per_s=tuple(rate for text in rates if "=" not in text for rate in _numbers(text, "--rates")),
+        arm_rates={
+            text.rpartition("=")[0]: tuple(_numbers(text.rpartition("=")[2], "--rates"))
+            for text in rates
+            if "=" in text
+        },
         seeds=tuple(int(seed) for seed in _numbers(seeds, "--seeds")),
         output=output,
         work=work,
@@ -110,6 +121,7 @@ def slo_command(
         ignore_eos=not natural_end,
         climb_past_failure=all_rungs,
         find_k=find,
+        together=together,
         max_seconds=max_seconds,
     )
     result = run_slo(settings, lambda line: typer.echo(line, err=True))

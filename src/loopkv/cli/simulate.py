@@ -38,7 +38,10 @@ def simulate_command(
     memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory.")] = None,
     t_fix: Annotated[float | None, typer.Option(metavar="MS", help="Fixed time of a step of 96 cells.")] = None,
     fit: Annotated[
-        Path | None, typer.Option(metavar="RECORDS", help="Fit each arm's step time to its decode.step_ms Records.")
+        Path | None,
+        typer.Option(
+            metavar="RECORDS", help="Fit each arm's step time to its decode.step_ms Records, or to its slo.cell Records."
+        ),
     ] = None,
     pool: Annotated[float | None, typer.Option(metavar="GIB", help="KV pool, instead of the GPU's.")] = None,
     utilization: Annotated[float | None, typer.Option(metavar="0..1", help="Fraction of GPU memory in use.")] = None,
@@ -73,7 +76,7 @@ def simulate_command(
     from loopkv.bench.simulate import EngineModel
     from loopkv.bench.simulate_study import simulate_study, study_records
     from loopkv.bench.slo import Bounds, tau0_context_tokens
-    from loopkv.bench.step_fit import fit_arm
+    from loopkv.bench.step_fit import fit_cache_arm
     from loopkv.bench.workload import read_workload
     from loopkv.capacity import predict_capacity
     from loopkv.capacity.prediction import DEFAULT_UTILIZATION
@@ -108,10 +111,15 @@ def simulate_command(
     )
     longest = max(request.length_tokens for request in requests)
     measured = list(read_records([fit])) if fit is not None else []
-    pairs = []
+    names = {name, Path(name).name, f"{geometry}, {size.geometry.layers} layers (dummy)"}
+    pairs, fits = [], []
     for spec in parse_arms(arm):
         cache = cache_arm(spec, identity, longest, hot_share=hot_share)
-        step_time = fit_arm(measured, spec.label).model if measured else prediction.step_time
+        step_time = prediction.step_time
+        if measured:
+            found = fit_cache_arm(measured, cache, step_time.weight_bytes, names)
+            step_time = found.model
+            fits.append(f"{spec.label}: {found.describe()}")
         pool_bytes = prediction.pool_bytes if pool is None else round(pool * (1 << 30))
         engine = EngineModel(step_time, pool_bytes, prefill_rate, max_batched_tokens, max_running)
         pairs.append((cache, engine))
@@ -130,6 +138,8 @@ def simulate_command(
         constants=f"{constants}; prefill {prefill_rate:g} tok/s assumed",
     )
     _print(study, context, tau0)
+    for line in fits:
+        typer.echo(line)
     if output is not None:
         append_records(output, study_records(study, tau0_rule=tau0_rule, model=identity.name))
 
