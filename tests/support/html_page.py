@@ -18,12 +18,17 @@ class Checker(HTMLParser):
         self.links: list[str] = []
         self.labels: list[str] = []
         self.tags: set[str] = set()
+        self.classes: list[str] = []
+        self.wide: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
         self.tags.add(tag)
+        if tag in ("table", "svg") and not any("scroll" in names.split() for names in self.classes):
+            self.wide.append(f"<{tag}> in {self.open[-3:]}")
         if tag not in VOID:
             self.open.append(tag)
+            self.classes.append(values.get("class") or "")
         if values.get("id"):
             self.ids.append(values["id"] or "")
         for name in ("href", "src", "xlink:href"):
@@ -36,10 +41,12 @@ class Checker(HTMLParser):
         self.handle_starttag(tag, attrs)
         if tag not in VOID:
             self.open.pop()
+            self.classes.pop()
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
         self.open.pop()
+        self.classes.pop()
 
 
 def check_page(html: str) -> Checker:
@@ -50,6 +57,10 @@ def check_page(html: str) -> Checker:
     assert checker.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in checker.links)
     assert not re.search(r"url\((?!#)", html) and "@import" not in html
+    # A phone is narrower than most tables: whatever is wide scrolls inside its own box, never the page.
+    assert not checker.wide and re.search(r"\.scroll\{overflow-x:auto", html)
+    assert re.search(r"code\.command\{display:block;overflow-x:auto", html)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
     assert len(checker.ids) == len(set(checker.ids))
     assert {link[1:] for link in checker.links if link.startswith("#")} <= set(checker.ids)
     assert all(len(label) > 20 for label in checker.labels)

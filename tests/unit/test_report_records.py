@@ -116,6 +116,59 @@ def test_records_that_cannot_be_placed_are_listed_with_the_reason(changes: dict[
     assert dict(zip(listed.columns, listed.rows[0], strict=True))["why"] == reason
 
 
+def frontiers(records: list[Record]) -> dict[str, str]:
+    """Alternative text of each frontier by its key: what it shows, as text."""
+    return {f.key: f.alt for f in records_page(records).figures if f.key.startswith("frontier")}
+
+
+def step_row(arm: str, ms: float, **fields: object) -> Record:
+    return record("decode.step_ms", ms, "ms", {"arm": arm, "context_tokens": 8192, "batch": 10}, **fields)
+
+
+def damage_row(arm: str, kl: float, **fields: object) -> Record:
+    return record("quality.kl_nats", kl, "nats", {"arm": arm, "documents": 8}, **fields)
+
+
+def test_a_frontier_joins_the_damage_and_the_speed_of_one_plan_by_its_hash_whatever_it_is_called() -> None:
+    rows = [
+        step_row("bf16", 40.0, model="O (dummy)"),
+        step_row("m", 10.0, model="O (dummy)", plan_sha256="a" * 64),
+        step_row("kivi4", 20.0, model="O (dummy)", plan_sha256="b" * 64),
+        damage_row("memory", 2e-3, model="O", plan_sha256="a" * 64),
+        damage_row("kivi4", 1e-3, model="O", plan_sha256="b" * 64),
+        record("quality.kl_share_nats", 1e-3, "nats", {}, model="O"),
+        record("quality.kl_share_nats", 5.0, "nats", {}, model="other"),
+    ]
+    # 10 requests over 10 ms: 1,000 tok/s at 2 KL_share of this model, not of the other
+    assert frontiers(rows) == {
+        "frontier-o--dummy--synthetic-gpu-96-gb-8192": "m: 1000 tok/s at 2; kivi4: 500 tok/s at 1."
+    }
+    (figure,) = (f for f in records_page(rows).figures if f.key.startswith("frontier"))
+    assert "bf16, without damage: 250 tok/s" in figure.explanation and "O (dummy), Synthetic GPU" in figure.explanation
+
+
+def test_a_name_alone_joins_no_two_models() -> None:
+    speed = step_row("kivi4", 10.0, model="Ouro", plan_sha256="a" * 64)
+    assert frontiers([speed, damage_row("kivi4", 1e-3, model="tiny", plan_sha256="b" * 64)]) == {}
+    assert frontiers([speed, damage_row("kivi4", 1e-3, model="tiny")]) == {}
+    assert frontiers([speed, damage_row("kivi4", 1e-3, model="Ouro", plan_sha256="b" * 64)]) == {}, "another kivi4"
+    assert len(frontiers([speed, damage_row("kivi4", 1e-3, model="Ouro")])) == 1
+    assert frontiers([speed, damage_row("kivi4", 0.0, model="Ouro")]) == {}, "no place on a logarithmic axis"
+
+
+def test_frontiers_of_two_machines_stand_apart_and_eval_counts_as_damage() -> None:
+    plan = {"plan_sha256": "a" * 64}
+    settings = {"arm": "p", "predicted_nats": 1e-3, "documents": "unseen"}
+    rows = [
+        step_row("p", 10.0, hardware="H200", **plan),
+        step_row("p", 40.0, hardware="L40S", **plan),
+        record("additivity.plan", 3e-3, "nats", settings, **plan),
+    ]
+    assert list(frontiers(rows).values()) == ["p: 1000 tok/s at 3.0e-3.", "p: 250 tok/s at 3.0e-3."]
+    measured = damage_row("p", 2e-3, **plan)
+    assert all("at 2.0e-3" in alt for alt in frontiers([*rows, measured]).values()), "measure goes before eval"
+
+
 def test_every_record_is_somewhere() -> None:
     """Each kind alone gives a page that shows it, or lists it among the records without a row."""
     for kind in RECORD_KINDS:

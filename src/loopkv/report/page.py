@@ -118,7 +118,9 @@ nav a:focus-visible,summary:focus-visible,.scroll:focus-visible{outline:2px soli
 .blocks{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:14px;align-items:start}
 .block{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px;margin:0;min-width:0}
 .wide{grid-column:1/-1}
-.scroll{overflow-x:auto;-webkit-overflow-scrolling:touch}
+.scroll{overflow-x:auto;-webkit-overflow-scrolling:touch;
+  background:linear-gradient(to left,var(--card) 40%,transparent) right/40px 100% no-repeat local,
+  linear-gradient(to left,var(--line),transparent) right/14px 100% no-repeat scroll}
 figure svg{display:block;height:auto;margin:0 auto}
 figure svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif !important}
 figcaption{margin-top:.4em}

@@ -75,17 +75,24 @@ def decode_section(records: Sequence[Record]) -> Section | None:
     return Section("decode", "Decode throughput", lead, tuple(blocks))
 
 
-def peaks(records: Sequence[Record]) -> dict[tuple[str, int], Record]:
-    """The fastest row of each (arm, context), as its ``decode.step_ms`` record."""
-    best: dict[tuple[str, int], Record] = {}
-    for record in latest(of_kind(records, "decode.step_ms"), *PLACES["decode.step_ms"]):
-        place = (text(record, "arm"), int(record.settings["context_tokens"]))
-        if place not in best or _tok_s(record) > _tok_s(best[place]):
-            best[place] = record
-    return best
+def peaks(records: Sequence[Record]) -> list[Record]:
+    """The fastest row of each arm at each place (``decode_place``), as its ``decode.step_ms`` record."""
+    best: dict[tuple[str, str, int, str], Record] = {}
+    for _, group in grouped(of_kind(records, "decode.step_ms"), lambda r: (r.model or "", r.hardware)).items():
+        for record in latest(group, *PLACES["decode.step_ms"]):
+            key = (*decode_place(record), text(record, "arm"))
+            if key not in best or tokens_per_s(record) > tokens_per_s(best[key]):
+                best[key] = record
+    return list(best.values())
 
 
-def _tok_s(record: Record) -> float:
+def decode_place(record: Record) -> tuple[str, str, int]:
+    """Model, hardware and context of a decode row: what stands side by side."""
+    return record.model or "", record.hardware, int(record.settings["context_tokens"])
+
+
+def tokens_per_s(record: Record) -> float:
+    """Throughput of a ``decode.step_ms`` record."""
     assert record.value is not None
     return 1e3 * float(record.settings["batch"]) / record.value
 
@@ -106,14 +113,14 @@ def _sweep(
     launches: dict[tuple[str, int], float],
 ) -> tuple[Figure, Table]:
     by_arm = {arm: sorted(g, key=lambda r: float(r.settings["batch"])) for arm, g in grouped(rows, _arm).items()}
-    best = {arm: max(g, key=_tok_s) for arm, g in by_arm.items()}
+    best = {arm: max(g, key=tokens_per_s) for arm, g in by_arm.items()}
     base = stock_arm(rows)
     bound_ms = best[base].value if base is not None else None
     series = [
         Series(
             arm,
             tuple(float(r.value or 0) for r in by_arm[arm]),
-            tuple(_tok_s(r) for r in by_arm[arm]),
+            tuple(tokens_per_s(r) for r in by_arm[arm]),
             labels=(*("" for _ in by_arm[arm][:-1]), f"{by_arm[arm][-1].settings['batch']}"),
             colour=index,
         )
@@ -129,14 +136,14 @@ def _sweep(
         if bound_ms is not None:
             pairs = [(int(r.settings["batch"]), float(r.value or 0) / 1e3) for r in by_arm[arm]]
             matched = matched_tokens_per_s(pairs, bound_ms / 1e3)
-        ratio = "-" if base is None else f"{_tok_s(top) / _tok_s(best[base]):.2f}x"
-        at_time = "-" if base is None or matched is None else f"{matched / _tok_s(best[base]):.2f}x"
+        ratio = "-" if base is None else f"{tokens_per_s(top) / tokens_per_s(best[base]):.2f}x"
+        at_time = "-" if base is None or matched is None else f"{matched / tokens_per_s(best[base]):.2f}x"
         table.append(
             (
                 arm,
                 kib(number(top, "stored_bytes")),
                 kib(number(top, "read_bytes")),
-                figures_of(_tok_s(top)),
+                figures_of(tokens_per_s(top)),
                 figures_of(number(top, "batch"), 6),
                 figures_of(top.value),
                 ratio,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loopkv.records import Record
 from loopkv.report.page import Figure, Section, Table, table_of
@@ -21,7 +21,7 @@ from loopkv.report.sections.common import (
     slug,
     text,
 )
-from loopkv.report.sections.decode import peaks
+from loopkv.report.sections.decode import decode_place, peaks, stock_arm, tokens_per_s
 
 RATIO_BAND = (0.85, 1.25)
 
@@ -29,9 +29,10 @@ RATIO_BAND = (0.85, 1.25)
 def quality_section(records: Sequence[Record]) -> Section | None:
     """Everything of ``quality.*`` and ``additivity.*``, with the frontier where decode rows exist too."""
     rows = latest(of_kind(records, "quality.kl_nats"), *PLACES["quality.kl_nats"])
-    unit = next((r.value for r in reversed(of_kind(records, "quality.kl_share_nats"))), None)
+    shares = latest(of_kind(records, "quality.kl_share_nats"), *PLACES["quality.kl_share_nats"])
+    units = {r.model or "": r.value for r in shares if r.value}
     blocks: list[Figure | Table] = []
-    blocks += _frontiers(records, rows, unit)
+    blocks += _frontiers(records, units)
     if rows:
         blocks.append(
             table_of(
@@ -55,7 +56,7 @@ def quality_section(records: Sequence[Record]) -> Section | None:
                         text(r, "activations") or "fp32",
                         short_number(float(r.value or 0)),
                         interval(r.settings.get("ci95")),
-                        "-" if not unit else f"{float(r.value or 0) / unit:.3g}",
+                        "-" if (unit := units.get(r.model or "")) is None else f"{float(r.value or 0) / unit:.3g}",
                         "-" if number(r, "predicted_nats") is None else short_number(number(r, "predicted_nats") or 0),
                         "-" if number(r, "top1") is None else f"{number(r, 'top1'):.2%}",
                         kib(number(r, "stored_bytes")),
@@ -69,23 +70,23 @@ def quality_section(records: Sequence[Record]) -> Section | None:
     return Section("quality", "Damage", "fp32 KL to the exact model.", tuple(blocks)) if blocks else None
 
 
-def _frontiers(records: Sequence[Record], rows: Sequence[Record], unit: float | None) -> list[Figure]:
-    fast = peaks(records)
+def _frontiers(records: Sequence[Record], units: Mapping[str, float]) -> list[Figure]:
+    """Damage against throughput of the plans that have both, one figure per model, hardware and context of decode."""
+    damages = latest(of_kind(records, "quality.kl_nats"), *PLACES["quality.kl_nats"])
+    damages = sorted(damages, key=lambda r: r.date, reverse=True)
+    damages += latest(of_kind(records, "additivity.plan"), *PLACES["additivity.plan"])
     figures = []
-    for context in sorted({context for _, context in fast}):
-        both = [
-            (text(r, "arm"), float(r.value or 0), fast[text(r, "arm"), context])
-            for r in rows
-            if (text(r, "arm"), context) in fast
-        ]
-        both = [point for point in both if point[1] > 0]
+    for (model, hardware, context), tops in grouped(peaks(records), decode_place).items():
+        both = [(top, found) for top in tops if (found := _damage_of(top, damages)) is not None]
         if not both:
             continue
-        speed = {arm: 1e3 * float(top.settings["batch"]) / float(top.value or 1) for arm, _, top in both}
+        scales = {units.get(found.model or "") for _, found in both}
+        unit = scales.pop() if len(scales) == 1 else None
         scale, label = (unit, "KL / KL_share") if unit else (1.0, "KL (nats per token)")
-        on = [arm for arm, kl, _ in both if not any(k < kl and speed[a] >= speed[arm] for a, k, _ in both)]
+        speed = {text(top, "arm"): tokens_per_s(top) for top, _ in both}
+        damage = {text(top, "arm"): float(found.value or 0) / scale for top, found in both}
+        on = [arm for arm in speed if not any(damage[a] < damage[arm] and speed[a] >= speed[arm] for a in speed)]
         on.sort(key=lambda arm: speed[arm])
-        damage = {arm: kl / scale for arm, kl, _ in both}
         rest = [arm for arm in speed if arm not in on]
         series = [
             Series("frontier", tuple(speed[a] for a in on), tuple(damage[a] for a in on), labels=tuple(on), colour=0),
@@ -99,17 +100,37 @@ def _frontiers(records: Sequence[Record], rows: Sequence[Record], unit: float | 
                 hollow=True,
             ),
         ]
+        base = stock_arm(tops)
+        exact = [f" {base}, without damage: {tokens_per_s(t):,.4g} tok/s." for t in tops if text(t, "arm") == base]
         figures.append(
             Figure(
-                key=slug("frontier", context),
+                key=slug("frontier", model, hardware, context),
                 title=f"Damage against peak throughput, {context:,} tokens",
-                explanation="Lower (less damage) and further right (faster) is better; the line joins unbeaten arms.",
+                explanation=(
+                    "Lower (less damage) and further right (faster) is better; the line joins unbeaten arms "
+                    f"({', '.join(part for part in (model, hardware) if part)}).{''.join(exact)}"
+                ),
                 alt="; ".join(f"{arm}: {speed[arm]:.4g} tok/s at {short_number(damage[arm])}" for arm in speed) + ".",
-                command=command(list(rows)),
+                command=command([found for _, found in both]),
                 drawing=curves([one for one in series if one.x], "peak decode tok/s", label, log_y=True),
             )
         )
     return figures
+
+
+def _damage_of(step: Record, damages: Sequence[Record]) -> Record | None:
+    """The first Record of damage above 0 of the plan that ran: by its hash or, where one has none, by model and arm.
+
+    A hash holds geometry, constants and options, so that a dummy model's speed meets the real one's damage; a name
+    alone says nothing, as every model has a kivi4.
+    """
+
+    def same(damage: Record) -> bool:
+        if step.plan_sha256 and damage.plan_sha256:
+            return step.plan_sha256 == damage.plan_sha256
+        return (step.model, text(step, "arm")) == (damage.model, text(damage, "arm"))
+
+    return next((damage for damage in damages if (damage.value or 0) > 0 and same(damage)), None)
 
 
 def _additivity(records: Sequence[Record]) -> list[Figure | Table]:
