@@ -39,9 +39,7 @@ def simulate_command(
     t_fix: Annotated[float | None, typer.Option(metavar="MS", help="Fixed time of a step of 96 cells.")] = None,
     fit: Annotated[
         Path | None,
-        typer.Option(
-            metavar="RECORDS", help="Fit each arm's step time to its decode.step_ms Records, or to its slo.cell Records."
-        ),
+        typer.Option(metavar="RECORDS", help="Fit each arm to its decode.step_ms Records, or to its slo.cell Records."),
     ] = None,
     pool: Annotated[float | None, typer.Option(metavar="GIB", help="KV pool, instead of the GPU's.")] = None,
     utilization: Annotated[float | None, typer.Option(metavar="0..1", help="Fraction of GPU memory in use.")] = None,
