@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,6 +174,76 @@ def test_a_killed_run_goes_on_where_it_was(bench: Bench, tmp_path: Path) -> None
     bench.fail_at = None
     run_slo(settings(tmp_path), quiet)
     assert bench.cells == [(0.5, 101), (1.0, 101), (2.0, 101), (0.5, 101), (1.0, 101), (2.0, 101)]
+
+
+@pytest.mark.parametrize("blocked", ["calibration", "0.5", "1.0", "2.0"])
+def test_a_run_killed_with_traffic_on_its_way_goes_on(bench: Bench, tmp_path: Path, blocked: str) -> None:
+    """SIGKILL while the client of the calibration or of a rung runs: every cell that had ended is there, once."""
+    reached = tmp_path / "reached"
+
+    def child() -> None:
+        answer = bench.client
+
+        def client(*arguments: Any, rate_per_s: float, **options: Any) -> ClientRun:
+            if blocked == ("calibration" if math.isinf(rate_per_s) else str(rate_per_s)):
+                reached.touch()
+                time.sleep(600)
+            return answer(*arguments, rate_per_s=rate_per_s, **options)
+
+        slo_run.run_client = client
+        run_slo(settings(tmp_path, ("stock",)), quiet)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    while not reached.exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    ended = (
+        [0.5, 1.0, 2.0][: ["calibration", "0.5", "1.0", "2.0"].index(blocked) - 1] if blocked != "calibration" else []
+    )
+    assert [rate for rate, _ in cells_of(tmp_path)] == ended
+    result = run_slo(settings(tmp_path, ("stock",)), quiet)
+    assert [rate for rate, _ in bench.cells] == [0.5, 1.0, 2.0][len(ended) :]  # counted in this process alone
+    assert result.cells_left == 0 and cells_of(tmp_path) == [(0.5, 101), (1.0, 101), (2.0, 101)]
+
+
+def test_a_file_torn_anywhere_loses_no_cell_before_the_tear(bench: Bench, tmp_path: Path) -> None:
+    """A kill in the middle of a write: at any length of the file, what was whole is kept and only the rest repeated."""
+    whole = run_slo(settings(tmp_path, ("stock",)), quiet)
+    path = tmp_path / "slo.jsonl"
+    text = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(text) if byte == ord("\n")]
+    scores = [(r.what, r.value, r.seed) for r in whole.records]
+    for end in ends[:9]:  # calibration, tau0, the three cells
+        for tear in (end - 1, end, end + 1, end + 40):
+            path.write_bytes(text[:tear])
+            known = sum(b'"slo.cell"' in line for line in text[:tear].splitlines() if is_json(line))
+            bench.cells.clear()
+            again = run_slo(settings(tmp_path, ("stock",)), quiet)
+            assert len(bench.cells) == 3 - known, tear
+            assert [r.value for r in again.records if r.what == "slo.capacity"] == [
+                value for what, value, _ in scores if what == "slo.capacity"
+            ]
+            assert cells_of(tmp_path) == [(0.5, 101), (1.0, 101), (2.0, 101)]
+
+
+def is_json(line: bytes) -> bool:
+    """Whether a line is whole; its newline may be missing."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def cells_of(folder: Path) -> list[tuple[float, int | None]]:
+    """Rate and seed of every cell in the Records file, in its order."""
+    path = folder / "slo.jsonl"
+    records = read_records([path]) if path.exists() else []
+    return [(float(r.settings["rate_per_s"]), r.seed) for r in records if r.what == "slo.cell"]
 
 
 def test_failed_requests_are_counted(bench: Bench, tmp_path: Path) -> None:
