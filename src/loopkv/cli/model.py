@@ -36,7 +36,7 @@ OptionalModelArgument = Annotated[
     Path | None,
     typer.Argument(
         parser=parse_model,
-        metavar="[MODEL]",
+        metavar="MODEL",
         help=f"Folder of the looped model (Hugging Face layout). Default: {MODEL_NAME}, the embedded one.",
     ),
 ]

@@ -22,7 +22,7 @@ from loopkv.vllm_plugin.settings import SETTINGS_KEY, ServeSettings, SettingsErr
 
 PLUGIN_NAME = "loopkv"
 _OPTION = "--additional-config"
-OWN_OPTIONS = ("--plan", "--prefill", "--seed-mode", "--accept-weights", "--dry-run")
+OWN_OPTIONS = ("--plan", "--prefill", "--seed-mode", "--accept-weights", "--no-prefill-graphs", "--dry-run")
 MEANINGLESS_OPTIONS = ("--attention-backend", "--attention-config", "--block-size", "--prefix-match-unit")
 """Options of vLLM for a cache of its own, which the config hook refuses half a minute later."""
 NEAR = 0.8  # of difflib; no option of vLLM 0.26 comes so near to one of ours
@@ -88,7 +88,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
             raise UnsupportedError(
                 "a LoopKV plan cannot be served with an attention backend or block size of vLLM's",
                 got=argument[:80],
-                wanted=f"no {name[:80]}",
+                wanted="no such option",
                 hint="drop it: the plan decides how blocks are laid out, and LoopKV's own operators read them",
             )
         near = difflib.get_close_matches(name, OWN_OPTIONS, n=1, cutoff=NEAR) if name.startswith("--") else []
