@@ -146,9 +146,10 @@ class Residency:
 
     @property
     def hits_are_possible(self) -> bool:
-        """Whether a hit can reach into the history: where one block begins with the page after a window, all do.
+        """Whether a hit can reach into the history.
 
-        At a multiple of the grid, ``E`` is the window, in whole pages, less than a multiple of the history block.
+        At a multiple of the grid, ``E`` is a multiple of the history block less the window in whole pages: a request
+        can resume at all multiples that have history, or at none.
         """
         window_pages = math.ceil(self.policy.window_tokens / self.policy.page_tokens)
         return window_pages * self.policy.page_tokens % self.history_block_tokens == 0
