@@ -8,6 +8,7 @@ so a file can be scored again without a server, and a run that was killed repeat
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import math
 import time
@@ -331,6 +332,7 @@ class _Run:
                 max(1, len(started))
             ) as pool:  # interrupted, it waits: the stack stops every server
                 coming = {arm: pool.submit(stack.enter_context, self.server(arm)) for arm in started}
+                know_hardware()
             urls = {arm: one.result() for arm, one in coming.items()}
             if calibrated is not None:
                 tau0 = self.measure_tau0(calibrated, urls[calibrated])
@@ -341,6 +343,7 @@ class _Run:
         """A server of one arm, warm."""
         log = self.settings.work / f"server-{_file_name(arm.label)}.log"
         with running_server(self.command(arm), log, self.environment()) as url:
+            know_hardware()
             self.warm(url)
             yield url
 
@@ -559,6 +562,11 @@ def run_slo(settings: SloSettings, say: Say) -> SloResult:
     scores = run.scores(tau0)
     append_records(settings.output, scores)
     return SloResult((*run.records, *scores), run.measured, left)
+
+
+def know_hardware() -> None:
+    """Import torch, which is how a Record knows the GPU; nothing else needs it in this process."""
+    importlib.import_module("torch")
 
 
 def next_rung(rates: Sequence[float], met: Mapping[float, bool]) -> float | None:
