@@ -52,3 +52,30 @@ def test_a_neighbours_prefill_changes_no_bit_of_a_decode_row(
         for wanted, row, other in zip(alone, (beside[0], beside[1]), (between[0], between[3]), strict=True):
             assert torch.equal(wanted, row)
             assert torch.equal(wanted, other)
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [1, 300]], ids=str)
+def test_values_may_lie_further_apart_than_keys(counts: list[int]) -> None:
+    """torch.compile leaves rotated keys in a tensor of their own and values in that of the projection."""
+    case = make_case(CaseSpec((700, 2101), 2, 1, 128, ("int4", "int4"), keep_exact=True), "cuda")
+    operators = CudaStepOperators(
+        case.layout,
+        torch.bfloat16,
+        seed="sink",
+        max_rows=8,
+        max_tokens=1024,
+        max_model_tokens=4096,
+        device=torch.device("cuda"),
+        counters=Counters(),
+    )
+    q = torch.cat([case.q[0, row].expand(count, -1, -1) for row, count in enumerate(counts)])
+    k, v = new_keys_values(case, 0, counts)
+    apart = torch.cat([v, torch.full_like(v, math.nan)], dim=1)[:, : v.shape[1]]
+    outs = []
+    for values in (v, apart):
+        step, out = mixed_step(case, counts), torch.full_like(q, math.nan)
+        operators.code_leaving_pages(step)
+        operators.attend(0, q, k, values, out, step)
+        outs.append((out, step.pool))
+    assert torch.equal(outs[0][0], outs[1][0])
+    assert torch.equal(outs[0][1], outs[1][1])

@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
             "sink", help="Where V precision takes its first maximum from: sink, timed or none."
         ),
         accept_weights: bool = typer.Option(False, help="Accept a plan profiled on a sibling checkpoint."),
+        prefill_graphs: bool = typer.Option(True, help="Replay prefill steps of few tokens as CUDA graphs (GPUs)."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Print the vllm command and stop."),
     ) -> None:
         """Serve MODEL through the OpenAI API with vLLM; every other option is handed to `vllm serve`."""
@@ -34,9 +35,14 @@ def register(app: typer.Typer) -> None:
         from loopkv.vllm_plugin.command import serve_command
         from loopkv.vllm_plugin.settings import SETTINGS_KEY, read_settings
 
-        settings = read_settings(
-            {SETTINGS_KEY: {"plan": plan, "prefill": prefill, "seed_mode": seed_mode, "accept_weights": accept_weights}}
-        )
+        given = {
+            "plan": plan,
+            "prefill": prefill,
+            "seed_mode": seed_mode,
+            "accept_weights": accept_weights,
+            "prefill_graphs": prefill_graphs,
+        }
+        settings = read_settings({SETTINGS_KEY: given})
         assert settings is not None
         command = serve_command(model, settings, context.args)
         typer.echo(f"$ {shlex.join(command)}", err=not dry_run)

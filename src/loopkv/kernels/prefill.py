@@ -26,7 +26,6 @@ from loopkv.kernels.expand import expand_kernel, heads_together
 from loopkv.kernels.int_arrays import Ints, send
 from loopkv.kernels.join import join_kernel
 from loopkv.kernels.launch import Branch, Launcher
-from loopkv.kernels.near import near_kernel
 from loopkv.kernels.operators import StepView
 from loopkv.kernels.prefill_plan import (
     INFO_COLUMNS,
@@ -43,6 +42,7 @@ from loopkv.kernels.prefill_plan import (
 )
 from loopkv.layout import Layout
 
+_FIRST = -5  # of stream priorities: the window's attention waits for whole multiprocessors that others would take
 _EXACT_ROWS = 16  # rows whose earlier window fits beside a full step's tokens; more are divided
 
 
@@ -188,8 +188,7 @@ class Prefill:
         coded, exact = ((buffer(n, self.heads), buffer(n, self.heads)) for n in (coded_tokens, self.exact_tokens))
         self.scratch = Scratch(*coded, *exact, buffer(max_tokens, self.heads * self.group))
         self.counters = torch.zeros(2, dtype=torch.int64, device=device) if counters is None else counters
-        self.branch = Branch(device)
-        self.early = True
+        self.branch = Branch(device, priority=_FIRST)
         self._cells: tuple[CellDescriptor, ...] = cell_descriptors(layout)
         shape: dict[str, int] = {"H": self.heads, "D": self.dim}
         blocks = {
@@ -207,9 +206,6 @@ class Prefill:
         }
         self._encode = {b: Launcher(encode_kernel, BITS=b, **shape, **blocks) for b in every}
         self._join = Launcher(join_kernel, H=self.heads, G=self.group, D=self.dim, WINDOW=policy.window_tokens)
-        self._near = Launcher(near_kernel, H=self.heads, G=self.group, D=self.dim, WINDOW=policy.window_tokens)
-        self.near = True
-        self._no_lse = torch.zeros(1, dtype=torch.float32, device=device)
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -228,7 +224,7 @@ class Prefill:
         rows = list(
             batches(self.policy, lens, starts, taken, exact_tokens=self.exact_tokens, coded_tokens=self.coded_tokens)
         )
-        arrays = [group_arrays(self.policy, group, copies=group.copies, near=self.near) for group in rows]
+        arrays = [group_arrays(self.policy, group, copies=group.copies) for group in rows]
         sent = send([array for group in arrays for array in group], self.device)
         each = len(GroupArrays._fields)
         groups = tuple(self._group(group, sent[each * i : each * (i + 1)]) for i, group in enumerate(rows))
@@ -289,7 +285,6 @@ class Prefill:
             self._write_history(cell, k, v, step, group)
         lse = torch.zeros(self.heads * self.group, 1, dtype=torch.float32, device=self.device)
         self._write_out(q, q, group, k, v, lse, lse)
-        self._write_near(q, q, group, k, v, lse)
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
@@ -331,19 +326,13 @@ class Prefill:
             )
 
         window_lse: Tensor | None = None
-        if self.near:
-            self._write_history(cell, k, v, step, group)
-        elif group.fixed:  # inside a graph the window need not wait for the history
-            history, exact = group.expand_tasks[: group.history_tasks], group.expand_tasks[group.history_tasks :]
-            if self.early:
-                with self.branch.beside():
-                    self._expand_tasks(cell, k, v, step, group, exact)
-                    window_lse = over_window()
-                self._expand_tasks(cell, k, v, step, group, history)
-            else:
-                self._expand_tasks(cell, k, v, step, group, group.expand_tasks)
-                with self.branch.beside():
-                    window_lse = over_window()
+        if group.fixed:
+            # Inside a graph the window runs beside the expansion: attention leaves no multiprocessor to others, so
+            # beside the history's it would only take its turn.
+            with self.branch.beside():
+                self._expand_tasks(cell, k, v, step, group, group.expand_tasks[group.history_tasks :])
+                window_lse = over_window()
+            self._expand_tasks(cell, k, v, step, group, group.expand_tasks[: group.history_tasks])
         else:
             self._write_history(cell, k, v, step, group)
         coded_lse: Tensor | None = None
@@ -360,9 +349,6 @@ class Prefill:
                 splits=group.splits,
                 out=scratch.coded_o[: group.last - group.first],
             )
-        if self.near:
-            self._write_near(q, out, group, exact_k, exact_v, self._no_lse if coded_lse is None else coded_lse)
-            return
         if window_lse is None:  # second: what it reads and writes is what the join reads next
             window_lse = over_window()
         self.branch.join()
@@ -418,31 +404,6 @@ class Prefill:
             cell.window_offset_bytes,
             step.history_table.stride(0),
             step.window_table.stride(0),
-        )
-
-    def _write_near(
-        self, q: Tensor, out: Tensor, group: Group, exact_k: Tensor, exact_v: Tensor, coded_lse: Tensor
-    ) -> None:
-        """What the history's part leaves, and all parts joined."""
-        scratch = self.scratch
-        self._near(
-            (self.heads * self.group, len(group.join_tasks), 1),
-            q,
-            out,
-            group.join_tasks,
-            group.info,
-            scratch.coded_k,
-            scratch.coded_v,
-            exact_k,
-            exact_v,
-            scratch.coded_o,
-            coded_lse,
-            q.stride(0),
-            exact_k.stride(0),
-            out.stride(0),
-            group.first,
-            group.last - group.first,
-            1.0 / math.sqrt(self.dim),
         )
 
     def _write_out(

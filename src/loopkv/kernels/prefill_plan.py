@@ -194,7 +194,7 @@ def boundaries(policy: Policy, row: Ints, start: Ints, computed: Ints, new: Ints
     )
 
 
-def group_arrays(policy: Policy, rows: Rows, *, copies: bool, near: bool = True) -> GroupArrays:
+def group_arrays(policy: Policy, rows: Rows, *, copies: bool) -> GroupArrays:
     """Records and tasks of a group; ``copies``: whether exact tokens are copied into the scratch."""
     page, window = policy.page_tokens, policy.window_tokens
     cu_new, cu_coded, cu_exact = _offsets(rows.new), _offsets(rows.coded), _offsets(rows.exact)
@@ -208,7 +208,7 @@ def group_arrays(policy: Policy, rows: Rows, *, copies: bool, near: bool = True)
     if copies:
         exact_row, exact_piece = _ragged(-(-rows.exact // page))
         row, piece = np.concatenate([row, exact_row]), np.concatenate([piece, -1 - exact_piece])
-    first_page = (rows.computed + 1 - window) // page if near else np.maximum((rows.computed + 1 - window) // page, 0)
+    first_page = np.maximum((rows.computed + 1 - window) // page, 0)
     past_page = (rows.computed + rows.new - window) // page + 1
     join_row, inside = _ragged(np.maximum(past_page - first_page, 0))
     joins = np.stack([join_row, first_page[join_row] + inside], 1)
@@ -217,9 +217,9 @@ def group_arrays(policy: Policy, rows: Rows, *, copies: bool, near: bool = True)
     return GroupArrays(info, cu_new, cu_coded, cu_exact, np.stack([row, piece], 1), late, joins)
 
 
-def fixed_arrays(policy: Policy, rows: Rows, room: Room, *, near: bool = True) -> GroupArrays:
+def fixed_arrays(policy: Policy, rows: Rows, room: Room) -> GroupArrays:
     """The arrays of a group in the shapes of a room: rows that are not there have no tokens, tasks do nothing."""
-    arrays = group_arrays(policy, rows, copies=True, near=near)
+    arrays = group_arrays(policy, rows, copies=True)
     history = int((arrays.expand_tasks[:, 1] >= 0).sum())
     at = {"expand_tasks": (history, room.history_tasks(policy))}  # exact ones begin at the same place in every step
     padded = []

@@ -103,6 +103,8 @@ class OuroAttention(nn.Module):
         kv_size = self.kv_heads * self.head_dim
         q, k, v = qkv.split([self.query_heads * self.head_dim, kv_size, kv_size], dim=-1)
         q, k = self.rotary_emb(positions, q, k)
+        if torch.compiler.is_compiling():  # k is a new tensor then, and tokens of v must lie as far apart as those of k
+            v = v.contiguous()
         out = torch.empty_like(q)
         torch.ops.vllm.loopkv_attend(
             q.view(-1, self.query_heads, self.head_dim),

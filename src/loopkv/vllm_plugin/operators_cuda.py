@@ -81,6 +81,8 @@ class CudaStepOperators:
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:
         """See ``Operators.attend``."""
         view, parts = self._step_view(step), self._parts
+        if k.stride(0) != v.stride(0):  # the kernels know one distance between tokens
+            k, v = k.contiguous(), v.contiguous()
         if parts is None:
             self.kernels.attend(cell, q, k, v, out, view)
             return

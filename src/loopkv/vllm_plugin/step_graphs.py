@@ -328,7 +328,7 @@ class StepGraphs:
         buffers, shape = self._buffers, graph.shape
         assert buffers is not None
         d, n, first, count = fit.decode, fit.new_tokens, shape.decode_rows, len(fit.rows.row)
-        graph.arrays.fill(step_arrays(self.policy, shape, fit.rows, d, near=self.prefill.near))
+        graph.arrays.fill(step_arrays(self.policy, shape, fit.rows, d))
         if d:
             graph.step.seq_lens[:d].copy_(step.seq_lens[:d])
         pairs = (
@@ -348,10 +348,10 @@ class StepGraphs:
     def _fill_nothing(self, graph: StepGraph) -> None:
         none = np.zeros(0, np.int32)
         nothing = boundaries(self.policy, none, none, none, none)
-        graph.arrays.fill(step_arrays(self.policy, graph.shape, nothing, 0, near=self.prefill.near))
+        graph.arrays.fill(step_arrays(self.policy, graph.shape, nothing, 0))
 
 
-def step_arrays(policy: Policy, shape: Shape, rows: Rows, decode: int, *, near: bool = True) -> list[Ints]:
+def step_arrays(policy: Policy, shape: Shape, rows: Rows, decode: int) -> list[Ints]:
     """Lengths and first tokens of a shape's rows, and the arrays of its room.
 
     Decode rows have length 0 here: theirs are known on the device.
@@ -369,4 +369,4 @@ def step_arrays(policy: Policy, shape: Shape, rows: Rows, decode: int, *, near: 
     starts[:decode] = np.arange(decode)
     starts[decode:first] = decode  # tokens up to ``first`` are the last of these rows', whose length is 0
     starts[first : first + count] = rows.start
-    return [lens, starts, *fixed_arrays(policy, rows, shape.room, near=near)]
+    return [lens, starts, *fixed_arrays(policy, rows, shape.room)]
