@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -111,6 +112,7 @@ def simulate_command(
     measured = list(read_records([fit])) if fit is not None else []
     names = {name, Path(name).name, f"{geometry}, {size.geometry.layers} layers (dummy)"}
     pairs, fits = [], []
+    stock_time = prediction.step_time
     for spec in parse_arms(arm):
         cache = cache_arm(spec, identity, longest, hot_share=hot_share)
         step_time = prediction.step_time
@@ -118,12 +120,13 @@ def simulate_command(
             found = fit_cache_arm(measured, cache, step_time.weight_bytes, names)
             step_time = found.model
             fits.append(f"{spec.label}: {found.describe()}")
+            stock_time = step_time if spec.stock and spec.kv_cache_dtype == "auto" else stock_time
         pool_bytes = prediction.pool_bytes if pool is None else round(pool * (1 << 30))
         engine = EngineModel(step_time, pool_bytes, prefill_rate, max_batched_tokens, max_running)
         pairs.append((cache, engine))
     if tau0 is None:
         exact = len(size.geometry.cells) * 4 * size.geometry.kv_heads * size.geometry.head_dim
-        tau0 = prediction.step_time.step_s(1, context * exact) * 1e3
+        tau0 = stock_time.step_s(1, context * exact) * 1e3
     bounds = [Bounds(t, one, tau0 / 1e3) for t in _numbers(ttft, "--ttft") for one in _numbers(k, "--k")]
     constants = f"fitted to {fit.name}" if fit is not None else prediction.gpu.source
     study = simulate_study(
@@ -139,6 +142,7 @@ def simulate_command(
     for line in fits:
         typer.echo(line)
     if output is not None:
+        study = dataclasses.replace(study, constants="; ".join([study.constants, *fits]))
         append_records(output, study_records(study, tau0_rule=tau0_rule, model=identity.name))
 
 
