@@ -38,7 +38,7 @@ def _assembly(kernel: Any, constants: dict[str, int]) -> str:
             continue
         if name in INTEGERS:
             kind = "*i32"
-        elif name == "scale":
+        elif name == "scale" or name.endswith("epsilon"):
             kind = "fp32"
         elif name.endswith(("stride", "offset")) or name in FREE:
             kind = "i32"
@@ -77,3 +77,10 @@ def test_partial_results_are_joined_by_tensor_cores(dim: int, group: int) -> Non
 
     ptx = _assembly(join_kernel, {"H": 2, "G": group, "D": dim, "WINDOW": 256})
     assert "mma.sync" in ptx and "st.global.v4.b32" in ptx
+
+
+def test_norms_load_and_store_wide() -> None:
+    from loopkv.kernels.norms import sandwich_kernel
+
+    ptx = _assembly(sandwich_kernel, {"E": 2048, "BLOCK": 2048})
+    assert "st.global.v4.b32" in ptx and "cvt.rn.bf16" in ptx

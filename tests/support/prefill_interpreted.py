@@ -18,6 +18,7 @@ from loopkv.engine.attention import KV, policy_attention
 from loopkv.kernels import prefill_plan
 from loopkv.kernels.cases import Case, CaseSpec, coded_pages, make_case
 from loopkv.kernels.int_arrays import FixedArrays
+from loopkv.kernels.norms import SandwichNorm
 from loopkv.kernels.operators import StepView
 from loopkv.kernels.prefill import Prefill, PrefillPlan
 from loopkv.kernels.prefill_plan import Room, boundaries, fixed_arrays
@@ -216,6 +217,24 @@ def check_hostile_values(dim: int, options: tuple[str, str]) -> None:
     print("ok hostile", dim, options)
 
 
+def check_norms(dtype: torch.dtype, tolerance: float) -> None:
+    """Both norms around a residual, the rows wider than a power of two below them."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(5, 200, generator=generator).to(dtype) for _ in range(2))
+    inner, outer = ((torch.rand(200, generator=generator) + 0.5).to(dtype) for _ in range(2))
+
+    def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x = x.float()
+        return (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon)).to(dtype) * weight
+
+    stream = residual + norm(x, inner, 0.5)
+    wanted = norm(stream, outer, 0.25)
+    got = SandwichNorm(200)(x, residual, inner, outer, 0.5, 0.25)
+    assert float((residual.float() - stream.float()).abs().max()) <= tolerance
+    assert float((got.float() - wanted.float()).abs().max()) <= tolerance
+    print("ok norms", dtype)
+
+
 def main() -> int:
     prefill_plan.MIN_NEW_TOKENS = 2
     prefill_plan.WORTH_OPERATIONS = 0.0
@@ -243,6 +262,8 @@ def main() -> int:
         Room(5, 128, 512),
     )
     check_fixed_arrays(CaseSpec((600,), 1, 1, 64, ("int2", "bf16"), policy=SHORT, **exact), [64], Room(1, 64, 640))
+    check_norms(torch.float16, 0.0)
+    check_norms(torch.float32, 1e-6)
     check_hostile_values(128, ("int4", "int2"))
     check_hostile_values(96, ("int2", "int4"))
     return 0

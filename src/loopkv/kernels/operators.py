@@ -77,6 +77,7 @@ class CudaOperators:
     Attributes:
         hot_values: [1] int64, hot pairs so far.
         code_counters: [2] int64, pages coded (a page of all cells once) and values that were NaN or beyond fp16.
+        more_counters: [2] int64, the same of launches whose pages are counted already.
 
     Raises:
         UnsupportedError: a layout, dtype or device that the kernels do not serve.
@@ -127,7 +128,7 @@ class CudaOperators:
         self.arrivals = zeros(max(max_rows, MIXED_TILES), heads, dtype=torch.int32)
         self.control = zeros(4, dtype=torch.int32)
         self.hot_values = zeros(1, dtype=torch.int64)
-        self.code_counters = zeros(2, dtype=torch.int64)
+        self.code_counters, self.more_counters = zeros(2, dtype=torch.int64), zeros(2, dtype=torch.int64)
         self._one_each = torch.arange(max_rows + 1, dtype=torch.int32, device=self.device)
         table = (CellDescriptor * len(self._cells))(*self._cells)
         self._cell_table = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self.device)
@@ -150,13 +151,20 @@ class CudaOperators:
         buffers = (self.partial_o, self.partial_ml, self.seeds, self.arrivals)
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def code_leaving_pages(self, step: StepView) -> None:
+    def code_leaving_pages(self, step: StepView, cells: slice | None = None, *, more: bool = False) -> None:
         """Code, for all cells and rows, every page that the step pushes out of the window and that holds tokens of
         earlier steps only (with at most W new tokens of a row that is every page). One launch; returns at once on the
         device where nothing leaves.
+
+        Args:
+            step: the step.
+            cells: consecutive ones, if not all.
+            more: the pages are counted by another launch, for other cells.
         """
         self._check_rows(step)
-        self._code(step, self._cell_table.data_ptr(), len(self._cells), None, None)
+        first, end, _ = (cells or slice(None)).indices(len(self._cells))
+        counters = self.more_counters if more else self.code_counters
+        self._code(step, first, end - first, None, None, counters)
 
     def attend(
         self,
@@ -222,7 +230,7 @@ class CudaOperators:
     def _store(self, cell: int, k: Tensor, v: Tensor, step: StepView, max_queries: int, stream: int) -> None:
         self._append(cell, k, v, step, stream)
         if max_queries > self.layout.policy.window_tokens and self._cells[cell].owns_history:
-            self._code(step, self._cell_table[cell * ctypes.sizeof(CellDescriptor) :].data_ptr(), 1, k, v)
+            self._code(step, cell, 1, k, v, self.code_counters)
 
     def _attend_tiles(self, args: AttendArgs, most: int, stream: int) -> None:
         """Mixed attention over at most ``most`` tiles: one in part for every row."""
@@ -280,15 +288,17 @@ class CudaOperators:
         )
         self.library.append(args, queries=k.shape[0], stream=stream)
 
-    def _code(self, step: StepView, cells: int, count: int, k: Tensor | None, v: Tensor | None) -> None:
+    def _code(
+        self, step: StepView, first: int, count: int, k: Tensor | None, v: Tensor | None, counters: Tensor
+    ) -> None:
         args = CodeArgs(
             geometry=self._geometry,
             cache=self._view(step),
-            cells=cells,
+            cells=self._cell_table[first * ctypes.sizeof(CellDescriptor) :].data_ptr(),
             query_start=None if step.query_start is None else step.query_start.data_ptr(),
             k_new=None if k is None else k.data_ptr(),
             v_new=None if v is None else v.data_ptr(),
-            counters=self.code_counters.data_ptr(),
+            counters=counters.data_ptr(),
             kv_stride=0 if k is None else k.stride(0),
             cell_count=count,
             rows=step.rows,

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from vllm import envs
 from vllm.compilation.decorators import support_torch_compile
+from vllm.config import CompilationMode
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -33,6 +35,8 @@ from loopkv.vllm_plugin.served import get_served
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import VllmConfig
+
+    from loopkv.kernels.norms import SandwichNorm
 
 
 def rotary_base(config: PretrainedConfig) -> float:
@@ -131,15 +135,59 @@ class OuroDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None, loop: int) -> tuple[Tensor, Tensor]:
-        """[T, E] and the residual stream that it still has to be added to (fused into the next norm)."""
+    def forward(
+        self,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        loop: int,
+        before: RMSNorm,
+        launch: SandwichNorm | None,
+    ) -> tuple[Tensor, Tensor]:
+        """[T, E] and the residual stream that its norm still has to be added to.
+
+        Args:
+            positions: [T].
+            hidden: [T, E] of the layer before, still to be normed by ``before`` and added to ``residual``; without
+                one, what enters the loop.
+            residual: [T, E] or None.
+            loop: of the cell.
+            before: last norm of the layer before.
+            launch: both norms around a residual in one launch, where there is such a thing.
+        """
         if residual is None:
             residual, hidden = hidden, self.input_layernorm(hidden)
         else:
-            hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.input_layernorm_2(self.self_attn(positions, hidden, loop))
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.post_attention_layernorm_2(self.mlp(hidden)), residual
+            hidden, residual = sandwich(before, self.input_layernorm, hidden, residual, launch)
+        hidden = self.self_attn(positions, hidden, loop)
+        hidden, residual = sandwich(self.input_layernorm_2, self.post_attention_layernorm, hidden, residual, launch)
+        return self.mlp(hidden), residual
+
+
+def sandwich(
+    inner: RMSNorm, outer: RMSNorm, x: Tensor, residual: Tensor, launch: SandwichNorm | None
+) -> tuple[Tensor, Tensor]:
+    """``residual + inner(x)`` and its outer norm, the norm first: [T, E] each."""
+    if launch is None:
+        hidden, residual = outer(inner(x), residual)
+        return hidden, residual
+    weights = inner.weight, outer.weight
+    return launch(x, residual, *weights, inner.variance_epsilon, outer.variance_epsilon), residual
+
+
+def sandwich_norm(vllm_config: VllmConfig, channels: int) -> SandwichNorm | None:
+    """Both norms in one launch, on a GPU and in its usual dtypes; a compiled model joins norms itself."""
+    dtype = vllm_config.model_config.dtype
+    if (
+        vllm_config.device_config.device_type != "cuda"
+        or dtype not in (torch.bfloat16, torch.float16)
+        or vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
+        or envs.VLLM_BATCH_INVARIANT
+    ):
+        return None
+    from loopkv.kernels.norms import SandwichNorm
+
+    return SandwichNorm(channels)
 
 
 @support_torch_compile(
@@ -168,6 +216,7 @@ class OuroModel(nn.Module):
             for layer in range(geometry.layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.launch = sandwich_norm(vllm_config, config.hidden_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """[T] ids to [T, E]."""
@@ -187,10 +236,12 @@ class OuroModel(nn.Module):
             inputs_embeds = self.embed_input_ids(input_ids)
         hidden = inputs_embeds
         for loop in range(self.loops):
-            residual = None
+            residual: Any = None
+            before: Any = self.norm
             for layer in self.layers:
-                hidden, residual = layer(positions, hidden, residual, loop)
-            hidden, _ = self.norm(hidden, residual)
+                hidden, residual = layer(positions, hidden, residual, loop, before, self.launch)
+                before = layer.post_attention_layernorm_2
+            hidden, _ = sandwich(before, self.norm, hidden, residual, self.launch)
         return hidden
 
 

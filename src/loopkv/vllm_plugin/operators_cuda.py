@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from loopkv.kernels.descriptor import SeedMode
+from loopkv.kernels.descriptor import SeedMode, cell_descriptors
 from loopkv.kernels.launch import Branch
 from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.layout import Layout
@@ -64,31 +64,43 @@ class CudaStepOperators:
             device=device,
             counters=self.kernels.code_counters,
         )
-        self._branch = Branch(device)
+        self._branch, self._coding = Branch(device), Branch(device)
+        first_loop = cell_descriptors(layout)[: layout.geometry.layers]
+        shares = not all(cell.owns_history for cell in first_loop)  # reads pages of the final loop
+        self._early_cells = len(layout.cells) if shares else len(first_loop)
         self._view: tuple[Step, StepView] | None = None
         self._parts: StepParts | None = None
         cells = sum(map(layout.has_precision, range(len(layout.cells))))
         self._values_per_page = layout.policy.page_tokens * layout.geometry.kv_heads * cells
         self._decode_values = self._copied_values = 0
-        self._host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._host = torch.zeros(5, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arrived: torch.cuda.Event | None = None
         self._copied_at = 0.0
 
     def code_leaving_pages(self, step: Step) -> None:
         """See ``Operators.code_leaving_pages``."""
-        self.kernels.code_leaving_pages(self._step_view(step))
+        view = self._step_view(step)
+        if not self._fixed:
+            self.kernels.code_leaving_pages(view)
+            return
+        # Inside a graph the first loop waits for its own pages alone; those of the others are coded beside it.
+        self.kernels.code_leaving_pages(view, slice(0, self._early_cells))
+        if self._early_cells < len(self.kernels.layout.cells):
+            with self._coding.beside():
+                self.kernels.code_leaving_pages(view, slice(self._early_cells, None), more=True)
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:
         """See ``Operators.attend``."""
         view, parts = self._step_view(step), self._parts
+        if cell == self._early_cells:
+            self._coding.join()
         if k.stride(0) != v.stride(0):  # the kernels know one distance between tokens
             k, v = k.contiguous(), v.contiguous()
         if parts is None:
             self.kernels.attend(cell, q, k, v, out, view)
             return
         if self.kernels.fused:
-            fixed = parts.plan is not None and parts.plan.fixed
-            with self._branch.beside() if fixed else nullcontext():  # what it writes is not read in this cell
+            with self._branch.beside() if self._fixed else nullcontext():  # what it writes is not read in this cell
                 self.kernels.store(cell, k, v, view, max_queries=parts.most_stored)
             if self.prefill is not None and parts.plan is not None:
                 self.prefill.attend(cell, q, k, v, out, view, parts.plan)
@@ -117,10 +129,10 @@ class CudaStepOperators:
         if self._arrived is not None:
             if not self._arrived.query():
                 return
-            pages, clamped, hot = self._host.tolist()
+            pages, clamped, hot, _, more_clamped = self._host.tolist()
             self._arrived = None
             self.counters.set("pages_coded", pages)
-            self.counters.set("clamped_values", clamped)
+            self.counters.set("clamped_values", clamped + more_clamped)
             self.counters.set("hot_values", hot)
             self.counters.set("decode_values", self._copied_values)
             self.counters.flush()
@@ -128,9 +140,15 @@ class CudaStepOperators:
         if now - self._copied_at >= COPY_SECONDS:
             self._copied_at, self._copied_values = now, self._decode_values
             self._host[:2].copy_(self.kernels.code_counters, non_blocking=True)
-            self._host[2:].copy_(self.kernels.hot_values, non_blocking=True)
+            self._host[2:3].copy_(self.kernels.hot_values, non_blocking=True)
+            self._host[3:].copy_(self.kernels.more_counters, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether the step at hand is that of a graph."""
+        return self._parts is not None and self._parts.plan is not None and self._parts.plan.fixed
 
     def _step_view(self, step: Step) -> StepView:
         if self._view is None or self._view[0] is not step:

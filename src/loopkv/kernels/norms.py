@@ -1,0 +1,66 @@
+"""The two RMS norms around a residual of sandwich-norm layers in one launch: ``outer(residual + inner(x))``."""
+
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loopkv.kernels.launch import Launcher
+
+
+@triton.jit
+def scaled(x, weight, epsilon, E: tl.constexpr):
+    """RMS norm of a row [BLOCK] fp32, zeros behind E; rounded to the weight's dtype before the weight and after it."""
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / E + epsilon)).to(weight.dtype)
+    return (normed.to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+
+
+@triton.jit
+def sandwich_kernel(x, residual, out, inner, outer, inner_epsilon, outer_epsilon, E: tl.constexpr, BLOCK: tl.constexpr):
+    """One token a program.
+
+    Args:
+        x, residual, out: [T, E]; the residual is updated in place.
+        inner, outer: [E], weights of the norms.
+    """
+    row = tl.program_id(0).to(tl.int64) * E
+    channel = tl.arange(0, BLOCK)
+    inside = channel < E
+    values = tl.load(x + row + channel, mask=inside, other=0.0).to(tl.float32)
+    stream = tl.load(residual + row + channel, mask=inside, other=0.0)
+    added = scaled(values, tl.load(inner + channel, mask=inside, other=0.0), inner_epsilon, E)
+    stream = (stream.to(tl.float32) + added.to(tl.float32)).to(stream.dtype)
+    tl.store(residual + row + channel, stream, mask=inside)
+    result = scaled(stream.to(tl.float32), tl.load(outer + channel, mask=inside, other=0.0), outer_epsilon, E)
+    tl.store(out + row + channel, result, mask=inside)
+
+
+class SandwichNorm:
+    """Both norms around one residual.
+
+    Args:
+        channels: E.
+    """
+
+    def __init__(self, channels: int) -> None:
+        self._launch = Launcher(sandwich_kernel, E=channels, BLOCK=triton.next_power_of_2(channels))
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, inner: Tensor, outer: Tensor, inner_epsilon: float, outer_epsilon: float
+    ) -> Tensor:
+        """``residual += norm(x) * inner`` in place; returns ``norm(residual) * outer``.
+
+        Args:
+            x, residual: [T, E], contiguous.
+            inner, outer: [E].
+            inner_epsilon, outer_epsilon: of the norms.
+        """
+        assert x.is_contiguous() and residual.is_contiguous()
+        out = torch.empty_like(x)
+        if x.shape[0]:
+            self._launch((x.shape[0], 1, 1), x, residual, out, inner, outer, inner_epsilon, outer_epsilon)
+        return out
