@@ -29,7 +29,7 @@ from loopkv.kernels.expand import (
     value_scales_at,
 )
 
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a code, halves to even, into the lowest bits
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a smaller fp32 to an integer, halves to even
 FP16_MAX = tl.constexpr(65504.0)
 
 
@@ -75,8 +75,9 @@ def codes_of(x, scale, zero, BITS: tl.constexpr):
     reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
     x, divisor = tl.broadcast(x - zero, divisor)
     steps = divide(x, divisor, tl.broadcast_to(reciprocal, x.shape))
-    steps = tl.minimum(tl.maximum(tl.where(scale == 0.0, 0.0, steps), 0.0), TOP * 1.0)
-    return (steps + ROUND).to(tl.int32, bitcast=True) & TOP
+    steps = (steps + ROUND) - ROUND
+    steps = tl.minimum(tl.maximum(steps, 0.0), TOP * 1.0)
+    return tl.where(scale == 0.0, 0.0, steps).to(tl.int32)
 
 
 @triton.jit
