@@ -47,7 +47,7 @@ def test_seed_modes_decide_which_values_are_read_whole(engines, documents):
     """Without the sink's scores the bar starts lower, so more tokens are hot; the answer hardly moves."""
     shares, outputs = [], []
     for seed in ("sink", "none"):
-        engine = engines.get("memory-tau", settings=(("seed", seed),))
+        engine = engines.get("memory-tau", settings=(("seed_mode", seed),))
         engine.forget()
         outputs += engine.generate([documents[3][:450]], 12)
         counters = engine.cache.counters.values
