@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from loopkv.kernels.launch import Launcher
+
+logger = logging.getLogger("vllm.loopkv")
 
 
 @triton.jit
@@ -47,6 +51,7 @@ class SandwichNorm:
     """
 
     def __init__(self, channels: int) -> None:
+        self._channels = channels
         self._launch = Launcher(sandwich_kernel, E=channels, BLOCK=triton.next_power_of_2(channels))
 
     def __call__(
@@ -64,3 +69,20 @@ class SandwichNorm:
         if x.shape[0]:
             self._launch((x.shape[0], 1, 1), x, residual, out, inner, outer, inner_epsilon, outer_epsilon)
         return out
+
+    def works(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Compile it, so that no step waits for that, and see that it does what it should; where not, say why."""
+        x = torch.linspace(-1, 1, self._channels, device=device).to(dtype)[None]
+        residual, one = x.flip(1).contiguous(), torch.ones(self._channels, dtype=dtype, device=device)
+        added = x.float() * torch.rsqrt(x.float().square().mean() + 1) + residual.float()
+        wanted = added * torch.rsqrt(added.square().mean() + 1)
+        try:
+            got = self(x, residual, one, one, 1.0, 1.0).float()
+            error = max(float((got - wanted).abs().max()), float((residual.float() - added).abs().max()))
+        except Exception as problem:
+            logger.warning("LoopKV: two norms in one launch are not served here: %s", problem)
+            return False
+        if not error < 0.05:
+            logger.warning("LoopKV: two norms in one launch are not served here: off by %g", error)
+            return False
+        return True

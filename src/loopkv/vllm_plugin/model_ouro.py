@@ -178,6 +178,7 @@ def sandwich(
 def sandwich_norm(vllm_config: VllmConfig, channels: int) -> SandwichNorm | None:
     """Both norms in one launch, on a GPU and in its usual dtypes; a compiled model joins norms itself."""
     dtype = vllm_config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)
     if (
         vllm_config.device_config.device_type != "cuda"
         or dtype not in (torch.bfloat16, torch.float16)
@@ -187,7 +188,8 @@ def sandwich_norm(vllm_config: VllmConfig, channels: int) -> SandwichNorm | None
         return None
     from loopkv.kernels.norms import SandwichNorm
 
-    return SandwichNorm(channels)
+    launch = SandwichNorm(channels)
+    return launch if launch.works(dtype, torch.device(vllm_config.device_config.device_type)) else None
 
 
 @support_torch_compile(
