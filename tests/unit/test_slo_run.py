@@ -162,6 +162,13 @@ def test_a_second_run_measures_nothing_and_scores_the_same(bench: Bench, tmp_pat
         return [(r.what, r.value, json.dumps(r.settings, sort_keys=True), r.seed) for r in records]
 
     assert numbers(second.records) == numbers(first.records)
+    # Scored again on another machine, every score says where its cells were measured.
+    cells = [r for r in second.records if r.what == "slo.cell"]
+    lines = [r.model_copy(update={"hardware": "NVIDIA H200"}).model_dump_json() for r in second.records]
+    (tmp_path / "slo.jsonl").write_text("\n".join(lines) + "\n")
+    moved = run_slo(settings(tmp_path), quiet)
+    assert cells and {r.hardware for r in moved.records} == {"NVIDIA H200"}
+    run_slo(settings(tmp_path), quiet)
     assert numbers(list(read_records([tmp_path / "slo.jsonl"]))) == numbers(first.records)
 
 

@@ -481,12 +481,16 @@ class _Run:
             bounds = Bounds(ttft, k, tau0_ms / 1e3)
             place = {"tau0_rule": rule, "tau0_ms": tau0_ms, "k": k, "ttft_s": ttft}
             met: dict[str, dict[float, tuple[bool, ...]]] = {}
+            measured: dict[str, Record] = {}
             for arm in self.settings.arms:
                 rungs = {rate: score(times, bounds) for rate, times in self.ladder_times(arm, seed).items()}
                 if not rungs:
                     continue
                 records += self.arm_scores(arm, seed, rungs, place)
                 met[arm.label] = {rate: one.met for rate, one in rungs.items()}
+                cell = self.cell_record(_Cell(arm, seed, max(rungs)))
+                assert cell is not None
+                measured[arm.label] = cell
             for base, other in itertools.combinations(met, 2):
                 ratio = capacity_ratio(met[other], met[base], seed=seed)
                 settings = {
@@ -497,7 +501,8 @@ class _Run:
                     "share_at_least": ratio.share_at_least,
                     "draws": ratio.draws,
                 }
-                records.append(self.make("slo.capacity_ratio", ratio.ratio, settings, seed=seed))
+                made = self.make("slo.capacity_ratio", ratio.ratio, settings, seed=seed)
+                records.append(_measured_on(made, measured[other]))
         return records
 
     def arm_scores(
