@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -312,6 +313,9 @@ def test_servers_that_run_together_take_turns(bench: Bench, tmp_path: Path) -> N
     assert capacities == {("kivi4", 1.0), ("kivi2", 1.0)} and result.cells_left == 0
     run_slo(found, quiet)
     assert len(bench.started) == 3 and len(bench.cells) == 4
+    # More rungs, no time: scored as it is, and no server starts.
+    more = dataclasses.replace(found, arm_rates={"kivi4": (1.0, 1.5, 2.0), "kivi2": (1.0, 2.0)}, max_seconds=0.0)
+    assert run_slo(more, quiet).cells_left == 2 and len(bench.started) == 3
 
 
 def test_one_server_of_several_that_fails_stops_the_others(bench: Bench, tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ class _Run:
             cells = self.missing(arm, tau0)
             if tau0 and not cells:
                 continue
-            if tau0 and self.out_of_time(max(cell.rate for cell in cells)):
+            if self.no_time_for(cells, tau0):
                 left += len(cells)
                 continue
             with self.server(arm) as url:
@@ -324,19 +324,21 @@ class _Run:
 
     def all_together(self, tau0: dict[str, float], stock: EngineArm | None) -> tuple[dict[str, float], int]:
         """As ``all``, with every server up from the start: the rungs of the arms take turns."""
-        arms = [arm for arm in self.settings.arms if self.missing(arm, tau0)]
+        cells = {arm: self.missing(arm, tau0) for arm in self.settings.arms}
+        arms = [arm for arm, every in cells.items() if every and not self.no_time_for(every, tau0)]
+        left = sum(len(every) for arm, every in cells.items() if arm not in arms)
         calibrated = None if tau0 else stock or EngineArm(STOCK_LABEL, "stock", None)
         started = arms if calibrated is None or calibrated in arms else [calibrated, *arms]
         with contextlib.ExitStack() as stack:
-            with ThreadPoolExecutor(
-                max(1, len(started))
-            ) as pool:  # interrupted, it waits: the stack stops every server
+            # Interrupted, the pool waits for its threads, and the stack stops every server that they started.
+            with ThreadPoolExecutor(max(1, len(started))) as pool:
                 coming = {arm: pool.submit(stack.enter_context, self.server(arm)) for arm in started}
-                know_hardware()
+                if started:
+                    know_hardware()  # meanwhile
             urls = {arm: one.result() for arm, one in coming.items()}
             if calibrated is not None:
                 tau0 = self.measure_tau0(calibrated, urls[calibrated])
-            return tau0, self.ladders({arm: urls[arm] for arm in arms}, tau0)
+            return tau0, left + self.ladders({arm: urls[arm] for arm in arms}, tau0)
 
     @contextlib.contextmanager
     def server(self, arm: EngineArm) -> Iterator[str]:
@@ -407,6 +409,10 @@ class _Run:
             if record is not None:
                 found[rate] = times_from_json(record.settings["requests"])
         return found
+
+    def no_time_for(self, cells: Sequence[_Cell], tau0: Mapping[str, float]) -> bool:
+        """Whether no server need start: tau0 is known and not even the fastest rung would end in time."""
+        return bool(tau0) and self.out_of_time(max(cell.rate for cell in cells))
 
     def out_of_time(self, rate: float) -> bool:
         limit = self.settings.max_seconds
