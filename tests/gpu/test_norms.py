@@ -1,4 +1,4 @@
-"""Both norms of a sandwich in one launch, against the same roundings in PyTorch."""
+"""Both norms of a sandwich in one launch, against fp32 rounded once."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ def test_norms_differ_by_the_order_of_a_sum_alone(tokens: int, channels: int, dt
     x, residual, inner, outer = draw(tokens, channels), draw(tokens, channels), draw(channels), draw(channels)
 
     def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        x = x.float()
-        return (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon)).to(dtype) * weight
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon) * weight.float()
 
-    added = norm(x, inner, 1e-6)
-    stream, size = residual + added, residual.float().abs() + added.float().abs()
+    stream = residual.float() + norm(x.float(), inner, 1e-6)
+    wanted = norm(stream, outer, 1e-5)
     got = SandwichNorm(channels)(x, residual, inner, outer, 1e-6, 1e-5)
-    wanted = norm(residual, outer, 1e-5)  # of the stream as it was stored
-    for ours, theirs, scale in ((residual, stream, size), (got, wanted, wanted.float().abs())):
+    for ours, theirs in ((residual, stream), (got, wanted)):
         assert bool(ours.isfinite().all())
-        error = (ours.float() - theirs.float()).abs()
-        assert bool((error <= 2 * torch.finfo(dtype).eps * scale).all())  # a rounding or two apart
-        assert float((ours != theirs).float().mean()) < 0.01
+        error = (ours.float() - theirs).abs()
+        assert bool((error <= torch.finfo(dtype).eps * theirs.abs() + 1e-6).all())
+        assert float((ours != theirs.to(dtype)).float().mean()) < 0.01  # at ties that the order of a sum decides

@@ -217,21 +217,21 @@ def check_hostile_values(dim: int, options: tuple[str, str]) -> None:
     print("ok hostile", dim, options)
 
 
-def check_norms(dtype: torch.dtype, tolerance: float) -> None:
-    """Both norms around a residual, the rows wider than a power of two below them."""
+def check_norms(dtype: torch.dtype, flips: float) -> None:
+    """Both norms around a residual, the rows wider than a power of two below them: fp32, rounded once."""
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(5, 200, generator=generator).to(dtype) for _ in range(2))
     inner, outer = ((torch.rand(200, generator=generator) + 0.5).to(dtype) for _ in range(2))
 
     def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        x = x.float()
-        return (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon)).to(dtype) * weight
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon) * weight.float()
 
-    stream = residual + norm(x, inner, 0.5)
+    stream = residual.float() + norm(x.float(), inner, 0.5)
     wanted = norm(stream, outer, 0.25)
     got = SandwichNorm(200)(x, residual, inner, outer, 0.5, 0.25)
-    assert float((residual.float() - stream.float()).abs().max()) <= tolerance
-    assert float((got.float() - wanted.float()).abs().max()) <= tolerance
+    for ours, theirs in ((residual, stream), (got, wanted)):
+        assert bool(((ours.float() - theirs).abs() <= torch.finfo(dtype).eps * theirs.abs() + 1e-6).all())
+        assert float((ours != theirs.to(dtype)).float().mean()) <= flips  # ties that the order of a sum decides
     print("ok norms", dtype)
 
 
@@ -262,8 +262,8 @@ def main() -> int:
         Room(5, 128, 512),
     )
     check_fixed_arrays(CaseSpec((600,), 1, 1, 64, ("int2", "bf16"), policy=SHORT, **exact), [64], Room(1, 64, 640))
-    check_norms(torch.float16, 0.0)
-    check_norms(torch.float32, 1e-6)
+    check_norms(torch.float16, 0.002)
+    check_norms(torch.float32, 1.0)
     check_hostile_values(128, ("int4", "int2"))
     check_hostile_values(96, ("int2", "int4"))
     return 0

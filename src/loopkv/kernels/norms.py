@@ -18,14 +18,13 @@ logger = logging.getLogger("vllm.loopkv")
 
 @triton.jit
 def scaled(x, weight, epsilon, E: tl.constexpr):
-    """RMS norm of a row [BLOCK] fp32, zeros behind E; rounded to the weight's dtype before the weight and after it."""
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / E + epsilon)).to(weight.dtype)
-    return (normed.to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+    """RMS norm of a row [BLOCK] fp32, zeros behind E."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / E + epsilon) * weight.to(tl.float32)
 
 
 @triton.jit
 def sandwich_kernel(x, residual, out, inner, outer, inner_epsilon, outer_epsilon, E: tl.constexpr, BLOCK: tl.constexpr):
-    """One token a program.
+    """One token a program, in fp32 from its loads to its stores: compilers drop roundings in between as they like.
 
     Args:
         x, residual, out: [T, E]; the residual is updated in place.
@@ -35,11 +34,10 @@ def sandwich_kernel(x, residual, out, inner, outer, inner_epsilon, outer_epsilon
     channel = tl.arange(0, BLOCK)
     inside = channel < E
     values = tl.load(x + row + channel, mask=inside, other=0.0).to(tl.float32)
-    stream = tl.load(residual + row + channel, mask=inside, other=0.0)
-    added = scaled(values, tl.load(inner + channel, mask=inside, other=0.0), inner_epsilon, E)
-    stream = (stream.to(tl.float32) + added.to(tl.float32)).to(stream.dtype)
+    stream = tl.load(residual + row + channel, mask=inside, other=0.0).to(tl.float32)
+    stream += scaled(values, tl.load(inner + channel, mask=inside, other=0.0), inner_epsilon, E)
     tl.store(residual + row + channel, stream, mask=inside)
-    result = scaled(stream.to(tl.float32), tl.load(outer + channel, mask=inside, other=0.0), outer_epsilon, E)
+    result = scaled(stream, tl.load(outer + channel, mask=inside, other=0.0), outer_epsilon, E)
     tl.store(out + row + channel, result, mask=inside)
 
 
@@ -57,7 +55,7 @@ class SandwichNorm:
     def __call__(
         self, x: Tensor, residual: Tensor, inner: Tensor, outer: Tensor, inner_epsilon: float, outer_epsilon: float
     ) -> Tensor:
-        """``residual += norm(x) * inner`` in place; returns ``norm(residual) * outer``.
+        """``residual += norm(x) * inner`` in place; returns ``norm(residual) * outer``. Each result is rounded once.
 
         Args:
             x, residual: [T, E], contiguous.
