@@ -467,6 +467,10 @@ struct Ring {
     return *reinterpret_cast<WarpNotes*>(memory + Config::kRingBytes + Config::kQueryBytes);
   }
   LKV_DEVICE uint8_t* queries() const { return memory + Config::kRingBytes; }
+  LKV_DEVICE uint8_t* masks() const {
+    if constexpr (Config::SINGLE) return queries() + Config::Queries::kMasks;
+    return nullptr;
+  }
   LKV_DEVICE uint8_t* stage(int at) const { return memory + at * Config::kStageBytes; }
   LKV_DEVICE uint8_t* low() const { return stage(Config::STAGES); }
 
@@ -688,7 +692,7 @@ struct CodedSplit {
   LKV_DEVICE void values() {
     const uint8_t* page = ring.stage(due);
     const uint8_t* low = Config::PRECISION ? ring.low() : page + Page::kMainBytes;
-    const int here = forget(lane), row = here >> 2, pair = here & 3, group = row % (D / 32);
+    const uint32_t here = forget(lane), row = here >> 2, pair = here & 3, group = row % (D / 32);
     const uint32_t ones = row == 0 ? 0x3c003c00u : 0u;
     uint32_t zero[2];
     load_words<8>(zero, page + Page::kValueZeros + group * 64 + pair * 16 + 8 * MT);
@@ -706,7 +710,7 @@ struct CodedSplit {
     for (int nt = 0; nt < NT; ++nt) {
       mma_f16(extra[nt], zero[0], ones, zero[1], ones, weight[nt][2 * MT], weight[nt][2 * MT + 1]);
     }
-    value_tile<D, BITS, NT, Config::SINGLE, MT>(here, page, low, weight, out);
+    value_tile<D, BITS, NT, Config::SINGLE, MT>(here, page, low, ring.masks(), weight, out);
   }
 
   // Scores of the page in hand in log2 units, the new maxima, and alpha.
@@ -747,8 +751,12 @@ struct CodedSplit {
 
   LKV_DEVICE uint32_t find_hot(const float (&s)[NT][4][COLUMNS]) {
     uint32_t found = 0;
+    if constexpr (Config::SINGLE) {  // all four lanes of a row know all its tokens: each speaks for one
+      const float even = t & 2 ? s[0][2][0] : s[0][0][0], odd = t & 2 ? s[0][3][0] : s[0][1][0];
+      found = ballot((t & 1 ? odd : even) >= max_float(bar[0][0], best[0][0]) - a.tau);
+    }
 #pragma unroll
-    for (int k = 3; k >= 0; --k) {
+    for (int k = Config::SINGLE ? -1 : 3; k >= 0; --k) {
       bool mine = false;
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
@@ -768,12 +776,12 @@ struct CodedSplit {
   }
 
   LKV_DEVICE void fetch_low(int stage, uint32_t wanted) {
-    const int here = forget(lane);
+    const uint32_t here = forget(lane);
     const int64_t from = ring.notes().addresses[stage] + here * kCopyBytes;
     uint8_t* to = ring.low() + here * kCopyBytes;
     uint32_t first = 0;
     if constexpr (32 % kCopies == 0) {  // a lane's tokens are 32 / kCopies apart: 4 / kCopies bits of `wanted`
-      const int token = slot_token(here / kCopies);
+      const uint32_t token = slot_token(here / kCopies);
       first = wanted >> (4 * (token & 7) + (token >> 3));
     }
 #pragma unroll
@@ -865,10 +873,10 @@ struct CodedSplit {
           const int j = Config::SINGLE ? g & 1 : c;  // SINGLE: group g is in column g
           float x[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float sum = out[nt][out_tile<Config::SINGLE>(g, i & 1)][2 * (i >> 1) + j];
-            x[i] = fma_float(sum, value_unscale<BITS>(i) * drop, zero);
-          }
+          for (int i = 0; i < 4; ++i) x[i] = out[nt][out_tile<Config::SINGLE>(g, i & 1)][2 * (i >> 1) + j];
+          undo_prefixes<BITS>(x);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[i] = fma_float(x[i], value_unscale<BITS>(i) * drop, zero);
           if (Config::SINGLE ? t == g / 2 : column < G) {
             *reinterpret_cast<Vec4*>(row_o + 32 * g) = {float_bits(x[0]), float_bits(x[1]), float_bits(x[2]),
                                                         float_bits(x[3])};
@@ -953,6 +961,7 @@ struct CodedSplit {
     } else {
       // A page's values are used one turn after its scores: what is wanted of its low plane comes in meanwhile.
       read_seed<Config>(a, queries, head, ring.notes().epoch, bar);
+      if (Config::SINGLE) bar[0][0] = shfl(bar[0][0], 0);  // the lane of the query's column knows it
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
@@ -1119,6 +1128,13 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
   Slots slots;
   slots.memory = ring.memory = shared + warp * Config::kWarpBytes;  // pages and half tiles take turns in it
   WarpNotes& notes = ring.notes();
+  if constexpr (Config::SINGLE && Config::CODED && kMasked<Config::D>) {
+    if (lane < 4) {
+      constexpr uint32_t kOnes = 0x3c003c00u;
+      reinterpret_cast<Vec4*>(ring.masks())[lane] = {lane == 0 ? kOnes : 0, lane == 1 ? kOnes : 0,
+                                                     lane == 2 ? kOnes : 0, lane == 3 ? kOnes : 0};
+    }
+  }
   if (lane == 0) {
     notes.written_tile = -1;
     notes.epoch = now;

@@ -227,6 +227,10 @@ inline uint32_t float_bits(float x) {
 }
 inline float exp2_fast(float x) { return std::exp2(x); }
 
+template <uint32_t MASK>
+inline uint32_t select_bits(uint32_t a, uint32_t b) {
+  return (a & MASK) | (b & ~MASK);
+}
 template <uint32_t SELECTOR>
 inline uint32_t permute_bytes(uint32_t a, uint32_t b) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
@@ -284,6 +288,7 @@ inline uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
   return pack_half2(one(half_value(a & 0xffff), half_value(b & 0xffff), half_value(c & 0xffff)),
                     one(half_value(a >> 16), half_value(b >> 16), half_value(c >> 16)));
 }
+inline uint32_t mul_sub_half2(uint32_t a, uint32_t b, uint32_t c) { return fma_half2(a, b, c ^ 0x80008000u); }
 inline float half_float(uint16_t bits) { return emulation::half_value(bits); }
 inline uint16_t float_half(float x) { return emulation::half_bits(x); }
 inline float divide_ieee(float a, float b) { return a / b; }

@@ -66,6 +66,14 @@ LKV_DEVICE float exp2_fast(float x) {
 LKV_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
 LKV_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
 
+// The bits of a under MASK, of b elsewhere.
+template <uint32_t MASK>
+LKV_DEVICE uint32_t select_bits(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(a), "r"(b), "n"(MASK));
+  return d;
+}
+
 // Bytes of {b, a} (b the higher four) chosen by the nibbles of selector, the lowest first.
 template <uint32_t SELECTOR>
 LKV_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b) {
@@ -123,6 +131,11 @@ LKV_DEVICE uint32_t pack_bfloat2(float low, float high) {
 LKV_DEVICE uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+LKV_DEVICE uint32_t mul_sub_half2(uint32_t a, uint32_t b, uint32_t c) {  // a b - c
+  uint32_t d;
+  asm("{.reg .b32 n; neg.f16x2 n, %3; fma.rn.f16x2 %0, %1, %2, n;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
 LKV_DEVICE uint32_t mul_half2(uint32_t a, uint32_t b) {
