@@ -226,7 +226,9 @@ def test_splits_depend_on_the_length_alone_and_stay_few(tokens):
     assert split == MIN_SPLIT_PAGES or math.ceil(pages / (split - 1)) > MAX_SPLITS
 
 
-@pytest.mark.parametrize(("tokens", "split"), [(320, 4), (4384, 4), (4416, 5), (8192, 8), (8544, 9), (16384, 16), (32768, 32)])
+@pytest.mark.parametrize(
+    ("tokens", "split"), [(320, 4), (4384, 4), (4416, 5), (8192, 8), (8544, 9), (16384, 16), (32768, 32)]
+)
 def test_split_sizes(tokens, split):
     # 4384 tokens: 128 pages = 32 splits of 4; one page more needs splits of 5.
     assert DEFAULT_POLICY.split_pages(tokens) == split

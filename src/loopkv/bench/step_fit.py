@@ -144,8 +144,6 @@ def fit_cache_arm(records: Sequence[Record], arm: CacheArm, weight_bytes: float,
     return fit_served(rungs, arm, weight_bytes)
 
 
-def _fit(
-    arm: str | None, source: str, kept: Sequence[StepRow], left: Sequence[StepRow], weight_bytes: float
-) -> ArmFit:
+def _fit(arm: str | None, source: str, kept: Sequence[StepRow], left: Sequence[StepRow], weight_bytes: float) -> ArmFit:
     model = StepTimeModel.fit(kept, weight_bytes)
     return ArmFit(arm, source, model, model.error(kept), model.error(left) if left else None)
