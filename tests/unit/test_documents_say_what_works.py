@@ -62,7 +62,7 @@ def test_the_documents_hold_the_commands_that_this_looks_for() -> None:
         words[1] for words in found
     }
     ladder = [words for words in shell_commands(DOCUMENTS["docs/benchmarks.md"]) if words[1:3] == ["bench", "slo"]]
-    assert len(ladder) > 3 and all("$" not in word for words in ladder for word in words), "variables are filled in"
+    assert len(ladder) > 1 and all("$" not in word for words in ladder for word in words), "variables are filled in"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
