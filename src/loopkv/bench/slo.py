@@ -184,15 +184,17 @@ def capacity_ratio(
 ) -> CapacityRatio:
     """Ratio of the capacities of two ladders, with a bootstrap over the scored requests of every rung.
 
-    In a draw in which no rung fails, the capacity is the highest rung; one whose lowest rung fails counts as 0 for
-    ``arm`` and as the lowest rung for ``baseline``, so that no draw favours ``arm``.
+    The ratio itself is None where either capacity is unknown: the lowest rung fails, or none of the baseline's does. In
+    a draw in which no rung fails, the capacity is the highest rung; one whose lowest rung fails counts as 0 for ``arm``
+    and as the lowest rung for ``baseline``.
 
     Args:
         arm, baseline: met flags of the scored requests by arrival rate.
     """
     rng = np.random.default_rng(seed)
     own = capacity({rate: _mean(flags) for rate, flags in arm.items()}).rate_per_s
-    base = capacity({rate: _mean(flags) for rate, flags in baseline.items()}).rate_per_s
+    base_ladder = capacity({rate: _mean(flags) for rate, flags in baseline.items()})
+    base = None if base_ladder.no_rung_failed else base_ladder.rate_per_s
     numerator = _drawn_capacities(arm, draws, rng, lowest_fails=0.0)
     denominator = _drawn_capacities(baseline, draws, rng, lowest_fails=min(baseline))
     ratios = numerator / denominator

@@ -266,7 +266,7 @@ def _ratio_table(rows: Sequence[Record]) -> Table:
                 f"{text(r, 'arm')} / {text(r, 'baseline')}",
                 "-" if r.seed is None else str(r.seed),
                 _bound_text(_bounds(r)),
-                f"{float(r.value or 0):.2f}x",
+                "-" if r.value is None else f"{r.value:.2f}x",
                 interval(r.settings.get("ci95")),
                 *("-" if key not in held else f"{float(held[key]):.0%}" for key in shares),
             )
@@ -276,7 +276,7 @@ def _ratio_table(rows: Sequence[Record]) -> Table:
         ("arms", "seed", "bounds", "ratio", "95% interval", *(f"draws with\n>= {key}x" for key in shares)),
         lines,
         "Scored requests resampled with replacement in every rung of both arms; a draw in which no rung fails counts "
-        "its highest rung.",
+        "its highest rung. No ratio stands where the lowest rung of either fails, or none of the baseline's.",
     )
 
 
