@@ -63,7 +63,7 @@ def test_one_rung_of_stock_vllm_and_a_plan(tmp_path: Path, monkeypatch: pytest.M
     assert sum(r.what == "slo.capacity_ratio" for r in records) == 2 * 3 * 3
 
     # The cell is known: a second run starts no server and scores the same.
-    monkeypatch.setattr(slo_run, "running_server", None)
+    monkeypatch.setattr(slo_run, "starting_server", None)
     again = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert again.exit_code == 0, again.output
     assert [(r.what, r.value) for r in read_records([output])] == [(r.what, r.value) for r in records]

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +62,25 @@ class Bench:
         self.refuse: str | None = None
         self.running_now = 0
         self.tail_s = 0.0
-        monkeypatch.setattr(slo_run, "running_server", self.running)
+        monkeypatch.setattr(slo_run, "starting_server", self.running)
         monkeypatch.setattr(slo_run, "run_client", self.client)
         monkeypatch.setattr(slo_run, "preemptions", lambda url: 7 * len(self.cells))
         monkeypatch.setattr(slo_run, "reset_prefix_cache", lambda url: None)
         monkeypatch.setattr(slo_run, "complete", lambda url, prompt, tokens: None)
 
     @contextlib.contextmanager
-    def running(self, command: Sequence[str], log: Path, environment: Any = None) -> Iterator[str]:
+    def running(self, command: Sequence[str], log: Path, environment: Any = None) -> Iterator[Callable[[], str]]:
         self.started.append(" ".join(command))
-        if self.refuse is not None and self.refuse in self.started[-1]:
-            raise LoopKVError("vllm serve", got="refused")
+        own = self.started[-1]
+
+        def answer() -> str:
+            if self.refuse is not None and self.refuse in own:
+                raise LoopKVError("vllm serve", got="refused")
+            return "http://server"
+
         self.running_now += 1
         try:
-            yield "http://server"
+            yield answer
         finally:
             self.running_now -= 1
 

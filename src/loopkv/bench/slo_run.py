@@ -13,7 +13,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +50,7 @@ from loopkv.errors import LoopKVError
 from loopkv.record_kinds import RECORD_KINDS
 from loopkv.records import Record, append_records, make_record, read_records
 from loopkv.vllm_plugin.command import serve_command, vllm_executable
-from loopkv.vllm_plugin.server import running_server
+from loopkv.vllm_plugin.server import starting_server
 from loopkv.vllm_plugin.settings import ServeSettings
 
 CALIBRATION_SHARES = (0.05, 0.35, 0.65, 0.95)
@@ -330,12 +329,8 @@ class _Run:
         calibrated = None if tau0 else stock or EngineArm(STOCK_LABEL, "stock", None)
         started = arms if calibrated is None or calibrated in arms else [calibrated, *arms]
         with contextlib.ExitStack() as stack:
-            # Interrupted, the pool waits for its threads, and the stack stops every server that they started.
-            with ThreadPoolExecutor(max(1, len(started))) as pool:
-                coming = {arm: pool.submit(stack.enter_context, self.server(arm)) for arm in started}
-                if started:
-                    know_hardware()  # meanwhile
-            urls = {arm: one.result() for arm, one in coming.items()}
+            answers = {arm: stack.enter_context(self.starting(arm)) for arm in started}
+            urls = {arm: self.ready(answer) for arm, answer in answers.items()}
             if calibrated is not None:
                 tau0 = self.measure_tau0(calibrated, urls[calibrated])
             return tau0, left + self.ladders({arm: urls[arm] for arm in arms}, tau0)
@@ -343,11 +338,20 @@ class _Run:
     @contextlib.contextmanager
     def server(self, arm: EngineArm) -> Iterator[str]:
         """A server of one arm, warm."""
+        with self.starting(arm) as answer:
+            yield self.ready(answer)
+
+    def starting(self, arm: EngineArm) -> contextlib.AbstractContextManager[Callable[[], str]]:
+        """A server of one arm on its way up."""
         log = self.settings.work / f"server-{_file_name(arm.label)}.log"
-        with running_server(self.command(arm), log, self.environment()) as url:
-            know_hardware()
-            self.warm(url)
-            yield url
+        return starting_server(self.command(arm), log, self.environment())
+
+    def ready(self, answer: Callable[[], str]) -> str:
+        """Wait for a server, and warm it."""
+        know_hardware()
+        url = answer()
+        self.warm(url)
+        return url
 
     def loosest(self, tau0: Mapping[str, float]) -> list[Bounds]:
         """The widest bounds that are scored, under each tau0."""

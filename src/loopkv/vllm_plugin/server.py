@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from loopkv.artifacts.hashing import handed_on
@@ -33,6 +34,18 @@ def running_server(command: Sequence[str], log: Path, environment: Mapping[str, 
     Raises:
         LoopKVError: the server ended or did not answer in time; the end of its log is part of the message.
     """
+    with starting_server(command, log, environment) as answer:
+        yield answer()
+
+
+@contextlib.contextmanager
+def starting_server(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Callable[[], str]]:
+    """As ``running_server``, but yield at once: what is yielded waits until the server answers and returns its URL.
+
+    So several servers can start side by side and still be stopped whenever this process is interrupted.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,8 +64,7 @@ def running_server(command: Sequence[str], log: Path, environment: Mapping[str, 
                 start_new_session=True,
             )
         try:
-            _wait(process, url, log)
-            yield url
+            yield functools.partial(_wait, process, url, log)
         finally:
             _stop(process)
 
@@ -64,7 +76,7 @@ def last_telling_line(log: Path) -> str:
     return (telling or lines or ["no output"])[-1][-300:]
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> str:
     deadline = time.monotonic() + STARTUP_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -73,7 +85,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
             )
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
+                return url
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     raise LoopKVError("vllm serve", got=f"no answer in {STARTUP_TIMEOUT_S:.0f} s", hint=f"see {log}")
