@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -160,28 +161,49 @@ def append_records(path: Path | str, records: Iterable[Record]) -> None:
 
 
 def _end_last_line(file: BinaryIO) -> None:
-    """Make sure that what is appended starts a line: the part of a Record that a kill left is cut off."""
-    end = file.seek(0, os.SEEK_END)
-    start = max(0, end - MAX_RECORD_BYTES)
-    file.seek(start)
-    tail = file.read()
-    cut = tail.rfind(b"\n") + 1
-    last = tail[cut:]
+    """Make sure that what is appended starts a line: what a kill or a power cut left of a Record is cut off.
+
+    The only line of a file that never was one of Records stays, with an end: it may be somebody's.
+    """
+    start, before, last = _last_line(file)
     if not last:
         return
-    try:
-        json.loads(last)
-        torn = False
-    except ValueError:
-        torn = last.startswith(b'{"what":')
-    if torn:
-        file.truncate(start + cut)
+    if _is_json(last):  # whole, only its end is missing
+        file.write(b"\n")
+    elif before.startswith(b"{") or _TORN_START.match(last):
+        file.truncate(start)
     else:
         file.write(b"\n")
 
 
+def _last_line(file: BinaryIO) -> tuple[int, bytes, bytes]:
+    """Place and bytes of what follows the last end of a line, and the line before it."""
+    end = file.seek(0, os.SEEK_END)
+    size = MAX_RECORD_BYTES
+    while True:
+        begin = max(0, end - size)
+        file.seek(begin)
+        lines = file.read(end - begin).rsplit(b"\n", 2)
+        if len(lines) == 3 or begin == 0:
+            break
+        size *= 2
+    return end - len(lines[-1]), lines[-2] if len(lines) > 1 else b"", lines[-1]
+
+
+_TORN_START = re.compile(rb'(\{("(w(h(a(t("(:.*)?)?)?)?)?)?)?)\Z|\x00', re.DOTALL)
+"""How the only line of a file starts where it is a torn Record; a power cut leaves null bytes."""
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def read_records(paths: Iterable[Path | str]) -> Iterator[Record]:
-    """Records of JSON-lines files, in file order; a torn last line (a killed run) is passed over.
+    """Records of JSON-lines files, in file order; a torn last line (a killed run) is passed over, whatever its bytes.
 
     Raises:
         LoopKVError: an unreadable file or a line that is not a record.
@@ -189,14 +211,14 @@ def read_records(paths: Iterable[Path | str]) -> Iterator[Record]:
     for path in map(Path, paths):
         check_input_file(path, "records", LoopKVError, "a readable JSON-lines file")
         try:
-            lines = path.read_bytes().decode("utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise LoopKVError(f"records {path}", got=str(error)[:120], wanted="a readable JSON-lines file") from None
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise LoopKVError(f"records {path}", got=error.strerror, wanted="a readable JSON-lines file") from None
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                yield Record.model_validate(json.loads(line))
+                yield Record.model_validate(json.loads(line.decode()))
             except (ValueError, RecursionError) as error:
                 if number == len(lines) and not isinstance(error, ValidationError):  # a write that was cut off
                     continue

@@ -89,17 +89,44 @@ def test_appending_after_a_torn_line_drops_it(tmp_path):
     """A run that was killed while it wrote, and run again."""
     record = make_record("x", 1.0, "s")
     whole = record.model_dump_json() + "\n"
-    for length in range(9, len(whole) - 1, 7):
-        path = tmp_path / "r.jsonl"
-        path.write_text(whole + whole[:length])
-        append_records(path, [record])
-        assert path.read_text() == whole * 2
+    path = tmp_path / "r.jsonl"
+    for length in (*range(1, 9), *range(9, len(whole) - 1, 7)):
+        for before in ("", whole):
+            path.write_text(before + whole[:length])
+            append_records(path, [record])
+            assert path.read_text() == before + whole
     path.write_text(whole + whole.rstrip())  # whole, only the end of the line is missing
     append_records(path, [record])
     assert path.read_text() == whole * 3
     path.write_text("notes of somebody")
     append_records(path, [record])
     assert path.read_text() == "notes of somebody\n" + whole
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'{"w',
+        b"\x00" * 4096,
+        '{"what":"\N{GREEK SMALL LETTER TAU}'.encode()[:-1],
+        b"\xff\xfe",
+        b"tail",
+        b"[" * 100_000,
+        pytest.param(b"\x00" * (9 << 20), id="longer than a Record may be"),
+    ],
+)
+def test_a_torn_tail_of_any_bytes_is_passed_over_and_cut_off(tmp_path, tail):
+    path = tmp_path / "r.jsonl"
+    record = make_record("x", 1.0, "s")
+    append_records(path, [record])
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    assert list(read_records([path])) == [record]
+    append_records(path, [record])
+    assert path.read_bytes() == whole * 2
+    path.write_bytes(whole + b"\xff\n" + whole)  # not a tail: its end is there
+    with pytest.raises(LoopKVError, match="line 2, got broken JSON"):
+        list(read_records([path]))
 
 
 def test_pipes_are_refused(tmp_path):
