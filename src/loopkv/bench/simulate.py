@@ -254,26 +254,33 @@ class _Simulation:
             return False
         count = min(MAX_STEPS_AT_ONCE, min(row.output - row.generated for row in rows))
         lengths = np.array([row.tokens for row in rows])[:, None] + np.arange(count)
-        held = self.arm.held_blocks[lengths].sum(axis=0)
-        fits = held <= self.total
+        blocks = np.concatenate(
+            [np.array([row.blocks for row in rows])[:, None], self.arm.held_blocks[lengths]], axis=1
+        )
+        # Rows get and give back blocks one after the other: in between, more may be held than after the step.
+        before = blocks[:, :-1].sum(axis=0)
+        during = before + np.cumsum(np.diff(blocks, axis=1), axis=0)
+        peak, held = during.max(axis=0), during[-1]
         can_admit = np.zeros(count, dtype=bool)
         if self.waiting and len(rows) < self.engine.max_running:
             can_admit = self.total - held >= self.admission_blocks(self.waiting[0])
-        stop = ~fits | can_admit
+        stop = (peak > self.total) | can_admit
         if stop.any():
             count = int(np.argmax(stop))
         if count == 0:
             return False
-        read = self.arm.read_bytes[lengths[:, :count]].sum(axis=0)
+        # Running sums, which add in the order of single steps: the same floats, whatever the number of steps at once.
+        read = np.cumsum(self.arm.read_bytes[lengths[:, :count]], axis=0)[-1]
         model = self.engine.step_time
-        ends = self.now + np.cumsum(model.t_fix_s + (model.weight_bytes + read) / model.bandwidth_bytes_s)
+        steps = model.t_fix_s + (model.weight_bytes + read) / model.bandwidth_bytes_s
+        ends = np.cumsum(np.concatenate([[self.now], steps]))[1:]
         if self.coming:  # a step that starts at or after an arrival sees it
             count = min(count, 1 + int(np.searchsorted(ends, self.coming[0].arrival, side="left")))
         self.now = float(ends[count - 1])
         self.steps += count
         self.decoded += count * len(rows)
         self.peak_running = max(self.peak_running, len(rows))
-        self.peak_blocks = max(self.peak_blocks, int(held[:count].max()))
+        self.peak_blocks = max(self.peak_blocks, int(peak[:count].max()))
         self.free = self.total
         for row in rows:
             row.computed += count
