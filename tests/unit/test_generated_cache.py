@@ -21,12 +21,13 @@ from loopkv.bench.generated_cache import (
     no_forward,
     score_bits_for,
 )
-from loopkv.bench.paper_plans import PAPER_PLANS, paper_plan
 from loopkv.codec import decode_keys, decode_values
 from loopkv.codec.pages import page_struct, unpack_page
 from loopkv.errors import UnsupportedError
 from loopkv.layout import lay_out
 from loopkv.planner import named_plan
+from loopkv.planner.named import PAPER_PLANS
+from loopkv.planner.paper_plans import paper_plan
 
 GEOMETRY = shape_size(dummy_shape("tiny")).geometry
 
@@ -130,3 +131,26 @@ def test_paper_plans_are_for_four_loops() -> None:
         paper_plan("paper-loopkv-m", Fingerprint(name="tiny", geometry=GEOMETRY))
     with pytest.raises(UnsupportedError, match="paper-loopkv-r"):
         paper_plan("paper-x", Fingerprint(name="tiny", geometry=GEOMETRY))
+
+
+@pytest.mark.parametrize("name", PAPER_PLANS)
+def test_where_a_paper_plan_is_not_taken_the_error_says_who_takes_it(name: str) -> None:
+    """``serve`` and ``plan --named`` ask ``named_plan``: no other name is suggested instead."""
+    with pytest.raises(UnsupportedError, match="only `loopkv bench`, `simulate` and `capacity` take it") as caught:
+        named_plan(name, Fingerprint(name="ouro", geometry=shape_size(dummy_shape("ouro-1.4b")).geometry))
+    assert "did you mean" not in str(caught.value)
+
+
+def test_capacity_takes_a_paper_plan() -> None:
+    import typer
+    from typer.testing import CliRunner
+
+    from loopkv.cli.capacity import register
+
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    out = CliRunner().invoke(app, ["capacity", "--plan", "paper-loopkv-m", "--geometry", "ouro-1.4b"])
+    assert out.exit_code == 0, out.output
+    (row,) = (line.split() for line in out.output.splitlines() if line.strip().startswith("paper-loopkv-m"))
+    assert row[1:3] == ["155", "220"]  # KiB per token stored and read (section 4 of the paper)

@@ -1,9 +1,9 @@
 """Arms of a benchmark as a user writes them: ``[LABEL=]stock[:DTYPE]`` or ``[LABEL=]PLAN``, then ``,KEY=VALUE``.
 
 ``stock`` is vLLM's own cache (``stock:fp8`` another ``--kv-cache-dtype``); anything else is a plan file, the name of a
-hand-made plan or one of ``paper_plans``. Keys of a plan: ``prefill``, ``seed``, ``tau`` (replaces the plan's threshold
-of V precision; ``none`` reads both planes); of a stock cache: ``skip_layers=72-95`` (layers by number that keep the
-model's dtype). Examples: ``bf16=stock``, ``fp8=stock:fp8``, ``kivi4``, ``LoopKV-M=memory.json,seed_mode=timed``.
+hand-made plan or one of ``planner.paper_plans``. Keys of a plan: ``prefill``, ``seed_mode``, ``tau`` (replaces the
+plan's threshold of V precision; ``none`` reads both planes); of a stock cache: ``skip_layers=72-95`` (layers by number
+that keep the model's dtype). Examples: ``bf16=stock``, ``fp8=stock:fp8``, ``kivi4``, ``M=memory.json,seed_mode=timed``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.artifacts.plan import MAX_TAU
-from loopkv.bench.paper_plans import PAPER_PLANS, paper_plan
 from loopkv.errors import LoopKVError
 from loopkv.planner.lookup import is_plan_file, load_or_name
+from loopkv.planner.named import PAPER_PLANS
+from loopkv.planner.paper_plans import paper_plan
 
 STOCK = "stock"
 PLAN_KEYS = ("prefill", "seed_mode", "tau")

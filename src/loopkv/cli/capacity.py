@@ -21,9 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def capacity_command(
-    plan: Annotated[
-        str, typer.Option(metavar="FILE|NAME", help="A plan file, or a hand-made plan by name.", show_default=False)
-    ],
+    plan: Annotated[str, typer.Option(metavar="FILE|NAME", help="A plan file, or a plan by name.", show_default=False)],
     model: Annotated[
         Path | None,
         typer.Option(parser=parse_model, metavar=FOLDER_OR_NAME, help="Checkpoint whose weights are served."),
@@ -61,15 +59,20 @@ def capacity_command(
     from loopkv.artifacts import Fingerprint, Plan
     from loopkv.capacity import predict_capacity
     from loopkv.capacity.prediction import DEFAULT_UTILIZATION
+    from loopkv.paths import exists
     from loopkv.planner import named_plan
+    from loopkv.planner.lookup import is_plan_file
+    from loopkv.planner.named import PAPER_PLANS
+    from loopkv.planner.paper_plans import paper_plan
 
     if model is not None and geometry is not None:
         raise UnsupportedError("loopkv capacity", got="--model and --geometry", wanted="one of the two")
     # A file wins over a name: "kivi4.json" is no name, and a file called kivi4 was meant.
-    made = Plan.load(plan) if Path(plan).exists() or plan.endswith(".json") else None
+    made = Plan.load(plan) if exists(plan) or is_plan_file(plan) else None
     size = _model_size(model, geometry, made, "loopkv capacity")
     if made is None:
-        made = named_plan(plan, Fingerprint(name=geometry or model_name(model), geometry=size.geometry))
+        identity = Fingerprint(name=geometry or model_name(model), geometry=size.geometry)
+        made = paper_plan(plan, identity) if plan in PAPER_PLANS else named_plan(plan, identity)
     prediction = predict_capacity(
         [made],
         size,

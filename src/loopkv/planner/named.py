@@ -40,6 +40,8 @@ from loopkv.planner.solve import plan as solve_plan
 from loopkv.policy import DEFAULT_POLICY, Policy
 
 FIXED_NAMES = ("bf16", "kivi4", "kivi2", "int4-int2-share", "int2-share", "int2-loops", "layer-only")
+PAPER_PLANS = ("paper-loopkv-m", "paper-loopkv-r")
+"""Names of ``paper_plans``, which are no hand-made plans: their layers are a guess, so they are not served."""
 _UNIFORM = {"bf16": "bf16", "kivi4": "int4", "kivi2": "int2"}
 _EXAMPLES = (
     *FIXED_NAMES,
@@ -168,6 +170,14 @@ def is_plan_name(name: str) -> bool:
 
 def unknown_name(name: str) -> UnsupportedError:
     """The error for a name that no hand-made plan has; the nearest is suggested."""
+    if name in PAPER_PLANS:
+        return UnsupportedError(
+            "plan",
+            got=repr(name),
+            wanted="a plan file or a hand-made plan",
+            hint="only `loopkv bench`, `simulate` and `capacity` take it: the paper's option counts in guessed layers, "
+            "to compare speeds; `loopkv plan` makes one to serve",
+        )
     kind = name.partition(":")[0]
     near = difflib.get_close_matches(name, _EXAMPLES, n=1, cutoff=0.5) or difflib.get_close_matches(
         kind, _BUILDERS, n=1, cutoff=0.5

@@ -10,17 +10,17 @@ paper-loopkv-m     loop 1: int2 in 5 layers; loop 2: int2 in 11, share in 6; loo
 paper-loopkv-r     int2 in 8, 8 and 9 outer layers of loops 1 to 3; else int4
 =================  ====================================================================================================
 
-A model of other than 24 layers gets the pattern stretched over its own.
+A model of other than 24 layers gets the pattern stretched over its own. They are not among the names of ``named_plan``:
+only what predicts or measures speed takes them.
 """
 
 from __future__ import annotations
 
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.errors import UnsupportedError
-from loopkv.planner.named import assigned_plan
+from loopkv.planner.named import PAPER_PLANS, assigned_plan
 
 LAYERS, LOOPS = 24, 4
-PAPER_PLANS = ("paper-loopkv-m", "paper-loopkv-r")
 
 
 def paper_plan(name: str, identity: Fingerprint, tau: float | None = None) -> Plan:
