@@ -23,7 +23,7 @@ from loopkv.bench.decode import (
     run_decode,
 )
 from loopkv.bench.decode_engine import engine_options
-from loopkv.bench.decode_worker import Sweep, growth_tokens
+from loopkv.bench.decode_worker import Sweep, growth_tokens, start_hint
 from loopkv.bench.dummy_model import SHAPES, dummy_shape, shape_size, write_dummy_model
 from loopkv.capacity import KNOWN_MODELS
 from loopkv.errors import LoopKVError
@@ -130,6 +130,61 @@ def test_an_arm_that_dies_leaves_a_record_and_the_next_one_runs(
     assert [r.settings["arm"] for r in records] == ["stock", "kivi4"]
     assert all(r.what == "decode.refused" and r.value is None for r in records)
     assert all("no_such_module" in r.settings["reason"] for r in records)
+
+
+BROKEN = """import sys, traceback
+try:
+    raise ValueError("Available memory on node 0 (1.0/24.0 GiB) on startup is less than desired" + " and more" * 50)
+except ValueError:
+    traceback.print_exc()
+print("hint: on a CPU, set VLLM_CPU_KVCACHE_SPACE=GIB")
+sys.exit(3)
+"""
+
+
+def test_a_failure_to_start_says_what_was_raised_and_goes_when_the_arm_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(decode, "WORKER", "worker")
+    one = settings(tmp_path, arms=parse_arms(["stock"]))
+    other = kept(one, "kivi4", 400, "", "decode.refused")
+    append_records(one.output, [kept(one, "stock", 800, ALL_SLOTS, "decode.refused"), other])
+    for _ in range(2):  # the second run replaces the first one's Record
+        *before, record = run_decode(one, lambda line: None)
+        assert len(before) == 2, "a row that cannot run, and what another arm left, stay"
+        assert record.settings["slot"] == decode.ENGINE_SLOT and "context_tokens" not in record.settings
+        reason = record.settings["reason"]
+        assert reason.startswith("the engine did not start: ValueError: Available memory on node 0 (1.0/24.0 GiB)")
+        assert reason.endswith(" ... (hint: on a CPU, set VLLM_CPU_KVCACHE_SPACE=GIB)")
+    (tmp_path / "worker.py").write_text("")
+    assert len(run_decode(one, lambda line: None)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[rank0]: AssertionError: no version", "AssertionError: no version"),
+        (
+            "(Core pid=7) ERROR [core.py:1] torch.OutOfMemoryError: full",
+            "torch.OutOfMemoryError: full",
+        ),
+        ("Killed", "Killed"),
+    ],
+)
+def test_a_reason_starts_at_the_exception(line: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"Traceback\n{line}\n")
+    assert decode._reason(tmp_path / "log", 1) == f"exit status 1: {reason}"
+
+
+def test_a_hint_names_the_pool_only_where_nobody_chose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert "VLLM_CPU_KVCACHE_SPACE" in (start_hint({}) or "")
+    assert start_hint({"kv_cache_memory_bytes": 1 << 30}) is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert start_hint({}) is None
 
 
 def test_an_arm_out_of_time_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

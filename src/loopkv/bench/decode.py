@@ -31,7 +31,13 @@ DECODE_STEPS = 128
 OTHER_STEPS = 32
 TTFT_SLOT = "ttft"
 ALL_SLOTS = "all"
+ENGINE_SLOT = "engine"
+START_FAILED = 3
+"""Exit status of a child whose engine did not start; its Record names the slot ``engine`` and no context."""
 WORKER = "loopkv.bench.decode_worker"
+HINT = "hint: "
+MAX_REASON = 300
+_EXCEPTION = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*(?:Error|Exception)\b: .*")
 _SLOT = re.compile(r"(?:(\d+)|(\d*)peak(?:/(\d+))?)", re.ASCII)
 Say = Callable[[str], None]
 
@@ -160,15 +166,7 @@ def missing_rows(settings: DecodeSettings, arm: EngineArm, records: Sequence[Rec
 
     A slot counts as measured where any slot gave its batch: ``64`` and ``peak`` are one row where 50 fit.
     """
-    mine = [
-        r
-        for r in records
-        if r.model == settings.identity.name
-        and r.settings.get("arm") == arm.label
-        and r.settings.get("spec") == arm.spec
-        and r.settings.get("engine") == engine_text(settings)
-        and r.settings.get("contents") == settings.contents
-    ]
+    mine = [r for r in records if _is_of(settings, arm, r)]
     done = {
         (r.settings.get("context_tokens"), r.settings.get("slot"))
         for r in mine
@@ -187,6 +185,31 @@ def missing_rows(settings: DecodeSettings, arm: EngineArm, records: Sequence[Rec
     return tuple((context, slot) for context in settings.contexts for slot in slots if missing(context, slot))
 
 
+def _is_of(settings: DecodeSettings, arm: EngineArm, record: Record) -> bool:
+    """Whether a Record is of this arm under these settings."""
+    place = record.settings
+    return (
+        record.model == settings.identity.name
+        and (place.get("arm"), place.get("spec")) == (arm.label, arm.spec)
+        and (place.get("engine"), place.get("contents")) == (engine_text(settings), settings.contents)
+    )
+
+
+def _forget_failures(settings: DecodeSettings, arm: EngineArm) -> None:
+    """Drop what earlier engines of this arm failed with: the run that follows says how it is now."""
+    if not settings.output.exists():
+        return
+    known = list(read_records([settings.output]))
+    failed = [
+        r
+        for r in known
+        if r.what == "decode.refused" and r.settings.get("slot") in (None, ENGINE_SLOT) and _is_of(settings, arm, r)
+    ]
+    if failed:
+        kept = [r for r in known if all(r is not one for one in failed)]
+        write_atomically(settings.output, "".join(r.model_dump_json() + "\n" for r in kept).encode())
+
+
 def engine_text(settings: DecodeSettings) -> str:
     """The engine options as they are kept in Records."""
     return json.dumps(dict(settings.engine), sort_keys=True)
@@ -196,7 +219,7 @@ def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
     """Measure every missing row of every arm; returns all Records of the file.
 
     An arm that the engine refuses, or that runs out of time, leaves a ``decode.refused`` Record or missing rows; the
-    others still run.
+    others still run. An arm that is tried again loses the Record of its engine's earlier failure.
 
     Raises:
         LoopKVError: a bad plan (before anything starts) or an unreadable Records file.
@@ -212,6 +235,7 @@ def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
         if not rows:
             say(f"{arm.label}: nothing missing")
             continue
+        _forget_failures(settings, arm)
         say(f"{arm.label}: {len(rows)} rows, at most {settings.arm_seconds:.0f} s")
         _run_arm(settings, arm, rows, say)
     return tuple(read_records([settings.output])) if settings.output.exists() else ()
@@ -270,15 +294,20 @@ def _run_arm(settings: DecodeSettings, arm: EngineArm, rows: tuple[tuple[int, st
         return
     reason = _reason(log, status)
     say(f"{arm.label}: {reason} (see {log})")
-    # No slot: an engine that failed is tried again by the next run.
-    refused = {**place, "reason": reason, "context_tokens": rows[0][0]}
+    # No slot of a row: an engine that failed is tried again by the next run.
+    where = {"slot": ENGINE_SLOT} if status == START_FAILED else {"context_tokens": rows[0][0]}
+    refused = {**place, "reason": reason, **where}
     append_records(
         settings.output, [make_record("decode.refused", None, "", settings=refused, model=settings.identity.name)]
     )
 
 
 def _reason(log: Path, status: int) -> str:
+    """The last exception of a child's log from its name on (else the last line), and the hint below it."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"\w*(Error|Exception)\b.*:", line)]
-    last = (telling or lines or ["no output"])[-1]
-    return f"exit status {status}: {last[-300:]}"
+    raised = [match[0] for line in lines if (match := _EXCEPTION.search(line))]
+    reason = (raised or [line for line in lines if not line.startswith(HINT)] or ["no output"])[-1]
+    reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]} ..."
+    hints = [line for line in lines if line.startswith(HINT)]
+    said = "the engine did not start" if status == START_FAILED else f"exit status {status}"
+    return f"{said}: {reason}" + (f" ({hints[-1]})" if hints else "")

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import numpy as np
 
 from loopkv.bench.arm_bytes import ArmBytes, arm_bytes, hot_pairs, pairs_read
 from loopkv.bench.components import component_times, launches_per_step
-from loopkv.bench.decode import ALL_SLOTS, OTHER_STEPS, TTFT_SLOT, Job, batch_of
+from loopkv.bench.decode import ALL_SLOTS, HINT, OTHER_STEPS, START_FAILED, TTFT_SLOT, Job, batch_of
 from loopkv.bench.decode_engine import DecodeEngine, start_engine
 from loopkv.bench.resident_requests import SETTLING_STEPS, ResidentRequests
 from loopkv.errors import LoopKVError
@@ -208,11 +211,26 @@ def growth_tokens(job: Job) -> int:
     return TRIES * job.decode_steps + (rows + 2) * each + MARGIN_TOKENS
 
 
+def start_hint(engine: Mapping[str, Any]) -> str | None:
+    """What to try where an engine with these options does not start on a CPU with a pool of vLLM's choice."""
+    import torch
+
+    if torch.cuda.is_available() or os.environ.get("VLLM_CPU_KVCACHE_SPACE") or "kv_cache_memory_bytes" in engine:
+        return None
+    return "on a CPU, set VLLM_CPU_KVCACHE_SPACE=GIB, or vLLM asks for most of the memory"
+
+
 def main(path: str) -> None:
-    """Run one job."""
+    """Run one job; exits with ``START_FAILED`` where its engine does not start."""
     job = Job.load(Path(path))
     growth = growth_tokens(job)
-    engine = start_engine(job, max(context for context, _ in job.rows) + growth)
+    try:
+        engine = start_engine(job, max(context for context, _ in job.rows) + growth)
+    except Exception:  # whatever vLLM raises: the parent reads it from the log
+        traceback.print_exc()
+        if (hint := start_hint(job.engine)) is not None:
+            print(HINT + hint, flush=True)
+        sys.exit(START_FAILED)
     sweep = Sweep(job, engine, ResidentRequests(job, engine, growth), arm_bytes(job, engine))
     for context in dict.fromkeys(context for context, _ in job.rows):
         sweep.run_context(context, [slot for c, slot in job.rows if c == context])
