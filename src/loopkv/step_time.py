@@ -20,6 +20,11 @@ from loopkv.footprint import Footprint
 from loopkv.geometry import Geometry
 from loopkv.policy import Policy
 
+LEAST_TB_S = 0.01
+LEAST_GROWTH = 1e-3
+"""Least share of the longest step that the bytes which differ between rows must explain: below it a bandwidth is the
+rounding of times that do not grow."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
@@ -65,6 +70,11 @@ class StepTimeModel:
             if not (math.isfinite(value) and value >= low):
                 raise LoopKVError(f"step-time model: {name}", got=value, wanted="a finite number" + " > 0" * (low > 0))
 
+    def bandwidth_text(self) -> str:
+        """The bandwidth for print: TB/s, or GB/s where it is below 0.01 TB/s (a CPU's)."""
+        tb_s = self.bandwidth_bytes_s / 1e12
+        return f"{tb_s:.2f} TB/s" if tb_s >= LEAST_TB_S else f"{tb_s * 1e3:.3g} GB/s"
+
     def step_s(self, batch: float, read_bytes_per_request: float) -> float:
         """Seconds of one decode step of ``batch`` requests that read ``read_bytes_per_request`` bytes each."""
         return self.step_s_of_bytes(batch * read_bytes_per_request)
@@ -85,7 +95,7 @@ class StepTimeModel:
 
         Raises:
             LoopKVError: fewer than two distinct byte counts, a row that is not a measurement, or times that do not grow
-                with the bytes read.
+                with the bytes read (by ``LEAST_GROWTH`` of the longest, at least).
         """
         table = list(rows)
         for row in table:
@@ -101,7 +111,7 @@ class StepTimeModel:
         design = np.stack([np.ones_like(read), read / scale], axis=1) / times[:, None] * float(times.max())
         solution, _ = nnls(design, np.full(len(table), float(times.max())))
         t_fix, slope = float(solution[0]), float(solution[1]) / scale
-        if slope <= 0:
+        if slope * float(np.ptp(read)) <= LEAST_GROWTH * float(times.max()):
             raise LoopKVError(
                 "step-time fit",
                 got="step times that do not grow with the bytes read",

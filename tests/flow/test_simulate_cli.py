@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,23 @@ def test_step_times_fitted_to_records(tmp_path: Path) -> None:
         *("--arm", "bf16=stock", "--arm", "kivi4", "--rates", "0.01,0.02", "--tau0", "18.6", "--pool", "80"),
     )
     assert "fitted to m.jsonl" in told and "tau0 18.60 ms" in told
+
+
+def test_a_file_that_fits_nothing_is_refused(tmp_path: Path) -> None:
+    work, empty, fifo = tmp_path / "work.jsonl", tmp_path / "empty.jsonl", tmp_path / "fifo"
+    work.write_text('{"prompt_tokens": 1000, "output_tokens": 200}\n')
+    empty.touch()
+    os.mkfifo(fifo)
+    tail = ("--geometry", "ouro-1.4b", "--arm", "stock", "--rates", "1")
+    for arguments, words in (
+        ((work, *tail, "--fit", empty), r"of its 0 Records none"),
+        ((work, *tail, "--fit", fifo), "a named pipe"),
+        ((fifo, *tail), "workload .*a named pipe"),
+        (("/dev/zero", *tail), "a device"),
+        ((tmp_path / "none.jsonl", *tail), r"workload .*none\.jsonl, got No such file or directory, wanted a readable"),
+    ):
+        with pytest.raises(LoopKVError, match=words):
+            run("simulate", *arguments)
 
 
 def test_a_model_cut_to_four_layers(tmp_path: Path) -> None:

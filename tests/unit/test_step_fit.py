@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -74,25 +75,102 @@ def test_other_arms_plans_and_models_are_not_fitted() -> None:
         assert fit_cache_arm([other, good], cache, TRUTH.weight_bytes, {MODEL}).fitted.rows == 2
 
 
-def test_decode_rows_come_first_and_must_be_of_this_model() -> None:
-    cache = arm("kivi4")
-    rows = [
+def decode_rows(cache: CacheArm, batches: Sequence[int] = (1, 2, 4, 8)) -> list[Record]:
+    """Rows that show ``TRUTH``."""
+    return [
         make_record(
             "decode.step_ms",
             1e3 * TRUTH.step_s(batch, 4e8),
             "ms",
+            plan_sha256=cache.plan_sha256,
             settings={
-                "arm": "kivi4",
+                "arm": cache.name,
                 "context_tokens": 8192,
                 "batch": batch,
                 "read_bytes_per_request": 4e8,
                 "weight_bytes": TRUTH.weight_bytes,
             },
         )
-        for batch in (1, 2, 4, 8)
+        for batch in batches
     ]
+
+
+def test_decode_rows_come_first_and_must_be_of_this_model() -> None:
+    cache = arm("kivi4")
+    rows = decode_rows(cache)
     served = rung(cache, 0.1, [(1.0, 500.0), (6.0, 9000.0)], slower=3.0)
     fit = fit_cache_arm([served, *rows], cache, TRUTH.weight_bytes, {MODEL})
     assert fit.source == "decode.step_ms" and math.isclose(fit.model.t_fix_s, TRUTH.t_fix_s, rel_tol=1e-6)
     with pytest.raises(LoopKVError, match=r"1\.85 GB of weights"):
         fit_cache_arm(rows, cache, 10.07e9, {MODEL})
+
+
+def test_rows_of_several_gpus_plans_or_workloads_are_not_fitted_together() -> None:
+    cache, stock = arm("kivi4"), arm("bf16=stock")
+    rows = decode_rows(cache)
+    changed = {"hardware": "L40S"}, {"plan_sha256": "f" * 64}
+    for update, words in zip(changed, ("2 machines .*L40S", f"2 plans .*{'f' * 12}"), strict=True):
+        with pytest.raises(LoopKVError, match=words):
+            fit_cache_arm([*rows[:2], *(row.model_copy(update=update) for row in rows)], cache, 1.85e9, {MODEL})
+    with pytest.raises(LoopKVError, match="rows of plan"):
+        relabelled = [r.model_copy(update={"settings": {**r.settings, "arm": "bf16"}}) for r in rows]
+        fit_cache_arm(relabelled, stock, 1.85e9, {MODEL})
+    served = rung(cache, 0.1, [(1.0, 500.0), (6.0, 9000.0)])
+    with pytest.raises(LoopKVError, match="2 machines"):
+        fit_cache_arm([served, served.model_copy(update=changed[0])], cache, 1.85e9, {MODEL})
+    other = served.model_copy(update={"settings": {**served.settings, "workload": "b" * 12}})
+    with pytest.raises(LoopKVError, match="2 workloads"):
+        fit_cache_arm([served, other], cache, 1.85e9, {MODEL})
+
+
+def test_a_file_without_rows_of_the_arm_says_what_it_has() -> None:
+    cache = arm("kivi4")
+    with pytest.raises(LoopKVError, match=r"in none\.jsonl.* of its 0 Records none"):
+        fit_cache_arm([], cache, 1.85e9, {MODEL}, "none.jsonl")
+    mine = [*decode_rows(arm("a=kivi4")), rung(arm("b=kivi4"), 1.0, [(1.0, 500.0)])]
+    with pytest.raises(LoopKVError, match=rf"arms a, b, of None; {re.escape(MODEL)}"):
+        fit_cache_arm(mine, cache, 1.85e9, {MODEL})
+
+
+def test_an_error_above_15_percent_is_a_warning() -> None:
+    cache = arm("kivi4")
+    good = rung(cache, 0.1, [(1.0, 500.0), (3.5, 4000.0), (6.0, 9000.0)])
+    assert fit_cache_arm([good], cache, TRUTH.weight_bytes, {MODEL}).warning() is None
+    # Measured a third above the truth: predicted / measured - 1 = -25%.
+    far = rung(cache, 0.2, [(9.0, 7000.0)], slower=4 / 3)
+    assert "25% (others)" in (fit_cache_arm([good, far], cache, TRUTH.weight_bytes, {MODEL}).warning() or "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("batch", value) for value in ("x", None, math.inf, 1.9, 0, True, [8])),
+        *(("read_bytes_per_request", value) for value in (math.inf, 1e308, -1.0, math.nan, 10**400, "4e8")),
+        *(("weight_bytes", value) for value in (math.inf, "all")),
+    ],
+)
+def test_a_broken_decode_row_is_named(key: str, value: object) -> None:
+    cache = arm("kivi4")
+    rows = decode_rows(cache)
+    rows[2] = rows[2].model_copy(update={"settings": {**rows[2].settings, key: value}})
+    with pytest.raises(LoopKVError, match=rf"f\.jsonl, record 3: {key}, got"):
+        fit_cache_arm(rows, cache, TRUTH.weight_bytes, {MODEL}, "f.jsonl")
+    rows[2] = rows[2].model_copy(update={"settings": {**rows[2].settings, "arm": "another"}})
+    fit_cache_arm(rows, cache, TRUTH.weight_bytes, {MODEL}, "f.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("rate_per_s", value) for value in (None, "fast", 0, math.inf, math.nan)),
+        *(("steps", [[0.0, 1.0, context, 5.0]]) for context in (-5e9, math.inf, math.nan, 10**400)),
+        *(("steps", [[0.0, batch, 500.0, 5.0]]) for batch in (0.0, math.inf, None)),
+        *(("steps", value) for value in (3, [[1.0]], [3], "abc")),
+    ],
+)
+def test_a_broken_rung_is_named(key: str, value: object) -> None:
+    cache = arm("kivi4")
+    good = rung(cache, 0.1, [(1.0, 500.0), (6.0, 9000.0)])
+    bad = good.model_copy(update={"settings": {**good.settings, key: value}})
+    with pytest.raises(LoopKVError, match=rf"f\.jsonl, record 2: {key}, got"):
+        fit_cache_arm([good, bad], cache, TRUTH.weight_bytes, {MODEL}, "f.jsonl")

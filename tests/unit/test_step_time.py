@@ -65,6 +65,8 @@ def test_fit_recovers_planted_constants(
     read = [b * d for b, d in rows]
     if max(read) < 2 * min(read) + 1e-3 * weight:  # nearly one byte count: t_fix and BW cannot be told apart
         return
+    if (max(read) - min(read)) / bandwidth < 2e-3 * max(row.step_s for row in measured):  # refused as flat
+        return
     fitted = StepTimeModel.fit(measured, weight)
     assert abs(fitted.error(measured).largest) < 1e-6
 
@@ -85,11 +87,18 @@ def test_fit_never_returns_a_negative_constant() -> None:
         [StepRow(0.0, 1, 1e9), StepRow(1e-3, 2, 1e9)],
         [StepRow(math.nan, 1, 1e9), StepRow(1e-3, 2, 1e9)],
         [StepRow(2e-3, 1, 1e9), StepRow(1e-3, 8, 1e9)],
+        [StepRow(0.01, batch, 1e9) for batch in (1, 2, 4, 8, 16)],  # flat
+        [StepRow(0.01 * (1 + 1e-5 * batch), batch, 1e9) for batch in (1, 2, 4, 8, 16)],  # 0.02% of growth
     ],
 )
 def test_fit_refuses_rows_that_fix_nothing(rows: list[StepRow]) -> None:
     with pytest.raises(LoopKVError):
         StepTimeModel.fit(rows, 1e9)
+
+
+def test_a_slow_machine_s_bandwidth_keeps_its_digits() -> None:
+    texts = {1.294e12: "1.29 TB/s", 1e10: "0.01 TB/s", 9.99e9: "9.99 GB/s", 1.234e6: "0.00123 GB/s"}
+    assert {bw: StepTimeModel(0.0, 1.0, bw).bandwidth_text() for bw in texts} == texts
 
 
 def test_model_refuses_impossible_constants() -> None:

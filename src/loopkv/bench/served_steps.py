@@ -131,9 +131,12 @@ def windows_from_json(rows: object) -> tuple[StepWindow, ...]:
     try:
         assert isinstance(rows, list)
         found = tuple(StepWindow(*(float(number) for number in row)) for row in rows)
-        assert all(math.isfinite(w.step_ms) and w.step_ms > 0 and w.decoding > 0 for w in found)
-    except (AssertionError, TypeError, ValueError):
+        assert all(
+            1e-6 < w.step_ms < 1e9 and 0 < w.decoding < 1e6 and 1 <= w.context_tokens < 1e9 and math.isfinite(w.start_s)
+            for w in found
+        )
+    except (AssertionError, TypeError, ValueError, OverflowError):
         raise LoopKVError(
-            "slo.cell record: steps", got=json.dumps(rows)[:80], wanted="four numbers for each window"
+            "slo.cell record: steps", got=json.dumps(rows)[:80], wanted="four possible numbers for each window"
         ) from None
     return found

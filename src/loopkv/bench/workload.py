@@ -21,6 +21,7 @@ from scipy.stats import norm
 
 from loopkv.artifacts.storage import write_atomically
 from loopkv.errors import LoopKVError
+from loopkv.paths import check_input_file
 
 MAX_WORKLOAD_BYTES = 256 << 20
 
@@ -175,12 +176,14 @@ def read_workload(path: Path | str, count_tokens: Callable[[str], int] | None = 
         LoopKVError: unreadable, empty, or a line that is not a request (named by its number).
     """
     path = Path(path)
+    size_bytes = check_input_file(path, "workload", LoopKVError, "a readable JSON-lines file")
+    if size_bytes > MAX_WORKLOAD_BYTES:
+        raise LoopKVError(f"workload {path}", got=f"{size_bytes} bytes", wanted=f"<= {MAX_WORKLOAD_BYTES}")
     try:
-        if path.stat().st_size > MAX_WORKLOAD_BYTES:
-            raise LoopKVError(f"workload {path}", got=f"{path.stat().st_size} bytes", wanted=f"<= {MAX_WORKLOAD_BYTES}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise LoopKVError(f"workload {path}", got=str(error)[:120], wanted="a readable JSON-lines file") from None
+        got = error.strerror if isinstance(error, OSError) else str(error)[:120]
+        raise LoopKVError(f"workload {path}", got=got, wanted="a readable JSON-lines file") from None
     requests = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loopkv.cli.model import FOLDER_OR_NAME, model_name, parse_model
-from loopkv.errors import UnsupportedError
-from loopkv.paths import check_output_file
+from loopkv.errors import LoopKVError, UnsupportedError
+from loopkv.paths import check_input_file, check_output_file
 
 if TYPE_CHECKING:
     from loopkv.bench.simulate_study import SimulationStudy
@@ -68,6 +68,10 @@ def simulate_command(
 
     Example: loopkv simulate work.jsonl --geometry ouro-1.4b --gpu H200 --arm stock --arm kivi4 --arm memory.json
     """
+    check_input_file(workload, "workload", LoopKVError, "a readable JSON-lines file")
+    if fit is not None:
+        check_input_file(fit, "records", LoopKVError, "a readable JSON-lines file")
+
     from loopkv.artifacts import Fingerprint
     from loopkv.bench.arms import parse_arms
     from loopkv.bench.cache_arms import cache_arm
@@ -110,16 +114,19 @@ def simulate_command(
     )
     longest = max(request.length_tokens for request in requests)
     measured = list(read_records([fit])) if fit is not None else []
-    names = {name, Path(name).name, f"{geometry}, {size.geometry.layers} layers (dummy)"}
-    pairs, fits = [], []
+    names = {name, Path(name).name}
+    if geometry is not None:
+        names.add(f"{geometry}, {size.geometry.layers} layers (dummy)")
+    pairs, fits, warnings = [], [], []
     stock_time = prediction.step_time
     for spec in parse_arms(arm):
         cache = cache_arm(spec, identity, longest, hot_share=hot_share)
         step_time = prediction.step_time
-        if measured:
-            found = fit_cache_arm(measured, cache, step_time.weight_bytes, names)
+        if fit is not None:
+            found = fit_cache_arm(measured, cache, step_time.weight_bytes, names, str(fit))
             step_time = found.model
             fits.append(f"{spec.label}: {found.describe()}")
+            warnings += [f"{spec.label}: {text}" for text in (found.warning(),) if text is not None]
             stock_time = step_time if spec.stock and spec.kv_cache_dtype == "auto" else stock_time
         pool_bytes = prediction.pool_bytes if pool is None else round(pool * (1 << 30))
         engine = EngineModel(step_time, pool_bytes, prefill_rate, max_batched_tokens, max_running)
@@ -141,6 +148,8 @@ def simulate_command(
     _print(study, context, tau0)
     for line in fits:
         typer.echo(line)
+    for line in warnings:
+        typer.echo(f"Warning: {line}.")
     if output is not None:
         study = dataclasses.replace(study, constants="; ".join([study.constants, *fits]))
         append_records(output, study_records(study, tau0_rule=tau0_rule, model=identity.name))
@@ -154,8 +163,6 @@ def _seeds(text: str) -> list[int]:
 
 
 def _numbers(text: str, option: str) -> list[float]:
-    from loopkv.errors import LoopKVError
-
     try:
         values = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
