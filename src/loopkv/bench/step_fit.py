@@ -145,9 +145,10 @@ def _number(
 ) -> float:
     """``settings[key]``, which must be a number from ``low`` to ``high``."""
     value = settings.get(key)
-    good = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if good and not (whole and value != round(value)):
-        return float(value)
+    if isinstance(value, int | float) and type(value) is not bool and low <= value <= high:
+        number = float(value)
+        if number.is_integer() or not whole:
+            return number
     kind = "a whole number" if whole else "a number"
     got = "nothing" if value is None else repr(value)[:80]
     raise LoopKVError(f"{place}: {key}", got=got, wanted=f"{kind} from {low:.4g} to {high:.4g}")
