@@ -99,7 +99,7 @@ class StepTimeModel:
         """
         table = list(rows)
         for row in table:
-            if not (math.isfinite(row.step_s) and row.step_s > 0 and row.batch > 0 and row.read_bytes_per_request >= 0):
+            if not (1e-15 < row.step_s < math.inf and row.batch > 0 and row.read_bytes_per_request >= 0):
                 raise LoopKVError("step-time fit", got=row, wanted="a step time > 0 of a batch > 0")
         read = np.array([weight_bytes + row.batch * row.read_bytes_per_request for row in table])
         if len(set(read.tolist())) < 2:

@@ -81,6 +81,15 @@ def test_a_model_cut_to_four_layers(tmp_path: Path) -> None:
         run("simulate", work, "--model", tmp_path, "--layers", 4, "--arm", "stock")
 
 
+def test_every_command_takes_the_same_geometries(tmp_path: Path) -> None:
+    work = tmp_path / "work.jsonl"
+    work.write_text('{"prompt_tokens": 1000, "output_tokens": 200}\n')
+    tiny = ("--geometry", "tiny")
+    assert "kivi4" in run("simulate", work, *tiny, "--arm", "kivi4", "--rates", "1")
+    told = run("capacity", "--plan", "kivi4", *tiny)
+    assert "this model has 6)" in " ".join(told.split())  # 3 loops of 2 layers
+
+
 def test_what_cannot_be_simulated_is_one_sentence(tmp_path: Path) -> None:
     work = tmp_path / "work.jsonl"
     run("bench", "workload", "-o", work, "--requests", 5)

@@ -9,34 +9,11 @@ from typing import Any
 
 from loopkv import reference
 from loopkv.artifacts.storage import write_atomically
-from loopkv.capacity import ModelSize, ouro_size
+from loopkv.capacity.sizes import SHAPES, shape_size
 from loopkv.errors import LoopKVError, UnsupportedError
 
-_OURO_SHAPE: dict[str, Any] = {  # config.json of ByteDance/Ouro-1.4B
-    "vocab_size": 49152,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "total_ut_steps": 4,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "ouro-1.4b": _OURO_SHAPE,
-    "ouro-2.6b": {**_OURO_SHAPE, "num_hidden_layers": 48},
-    "tiny": {
-        **_OURO_SHAPE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "total_ut_steps": 3,
-    },
-}
-"""Geometries by name; ``tiny`` is for tests on a CPU. The vocabulary stays Ouro's: it must hold the tokenizer's ids."""
+__all__ = ["SHAPES", "dummy_shape", "shape_size", "write_dummy_model"]
+
 MAX_POSITIONS = 65536
 
 
@@ -79,18 +56,3 @@ def write_dummy_model(folder: Path, shape: dict[str, Any]) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(reference.model_folder() / name, folder / name)
     return folder
-
-
-def shape_size(shape: dict[str, Any]) -> ModelSize:
-    """Weights of an Ouro of ``shape``."""
-    return ouro_size(
-        vocab_size=shape["vocab_size"],
-        hidden_size=shape["hidden_size"],
-        intermediate_size=shape["intermediate_size"],
-        layers=shape["num_hidden_layers"],
-        loops=shape["total_ut_steps"],
-        query_heads=shape["num_attention_heads"],
-        kv_heads=shape["num_key_value_heads"],
-        head_dim=shape["head_dim"],
-        tied=bool(shape.get("tie_word_embeddings", False)),
-    )

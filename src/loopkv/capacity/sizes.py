@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from loopkv.errors import UnsupportedError
 from loopkv.geometry import Geometry
@@ -56,22 +58,49 @@ def ouro_size(
     )
 
 
-def _ouro(layers: int) -> ModelSize:
+def shape_size(shape: Mapping[str, Any]) -> ModelSize:
+    """Weights of an Ouro of ``shape``, by the names of its config.json."""
     return ouro_size(
-        vocab_size=49152,
-        hidden_size=2048,
-        intermediate_size=5632,
-        layers=layers,
-        loops=4,
-        query_heads=16,
-        kv_heads=16,
-        head_dim=128,
-        tied=False,
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        layers=shape["num_hidden_layers"],
+        loops=shape["total_ut_steps"],
+        query_heads=shape["num_attention_heads"],
+        kv_heads=shape["num_key_value_heads"],
+        head_dim=shape["head_dim"],
+        tied=bool(shape.get("tie_word_embeddings", False)),
     )
 
 
-# config.json of ByteDance/Ouro-1.4B and Ouro-2.6B (the card's table gives 24 layers for 2.6B, its config 48).
-KNOWN_MODELS: dict[str, ModelSize] = {"ouro-1.4b": _ouro(24), "ouro-2.6b": _ouro(48)}
+_OURO_SHAPE: dict[str, Any] = {  # config.json of ByteDance/Ouro-1.4B
+    "vocab_size": 49152,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "total_ut_steps": 4,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "ouro-1.4b": _OURO_SHAPE,
+    "ouro-2.6b": {**_OURO_SHAPE, "num_hidden_layers": 48},  # by its config; the card's table gives it 24 layers
+    "tiny": {
+        **_OURO_SHAPE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "total_ut_steps": 3,
+    },
+}
+"""Geometries by name, for every command that takes ``--geometry``; ``tiny`` is for tests on a CPU. The vocabulary stays
+Ouro's: it must hold the tokenizer's ids."""
+
+KNOWN_MODELS: dict[str, ModelSize] = {name: shape_size(shape) for name, shape in SHAPES.items()}
 
 
 def get_model_size(name: str) -> ModelSize:

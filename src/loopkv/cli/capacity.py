@@ -27,7 +27,7 @@ def capacity_command(
         typer.Option(parser=parse_model, metavar=FOLDER_OR_NAME, help="Checkpoint whose weights are served."),
     ] = None,
     geometry: Annotated[
-        str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b", help="A known model instead of --model.")
+        str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b|tiny", help="A known model instead of --model.")
     ] = None,
     gpu: Annotated[
         str | None,

@@ -28,7 +28,7 @@ def simulate_command(
     arm: Annotated[
         list[str], typer.Option(metavar="[LABEL=]SPEC", help="stock, stock:fp8, a plan file or a plan name; repeat.")
     ],
-    geometry: Annotated[str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b", help="A known model.")] = None,
+    geometry: Annotated[str | None, typer.Option(metavar="ouro-1.4b|ouro-2.6b|tiny", help="A known model.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers, instead of the geometry's (as for bench slo).")] = None,
     model: Annotated[
         Path | None,
