@@ -59,6 +59,8 @@ def test_what_is_written_is_what_is_run(text: str, arm: EngineArm) -> None:
         "kivi4,seed_mode",
         "stock,seed_mode=sink",
         "kivi4,seed=sink",
+        "kivi4,prefill=zzz",
+        "kivi4,seed_mode=zzz",
         "stock,skip_layers=5-2",
         "stock,skip_layers=x",
     ],
@@ -76,6 +78,15 @@ def test_a_second_run_of_an_arm_is_the_noise_floor() -> None:
         parse_arms(["stock", "stock", "stock"])
     with pytest.raises(LoopKVError, match="none"):
         parse_arms([])
+
+
+@pytest.mark.parametrize(
+    "arms",
+    [("m v=kivi4", "m_v=kivi2"), ("stock", "stock", "stock (A/A)=kivi4"), ("stock (A/A)=kivi4", "stock", "stock")],
+)
+def test_labels_that_make_one_file_name_are_refused(arms: tuple[str, ...]) -> None:
+    with pytest.raises(LoopKVError, match="label"):
+        parse_arms(arms)
 
 
 def test_plans_are_checked_against_the_model(tmp_path: Path) -> None:

@@ -94,6 +94,12 @@ def test_capacity_is_the_last_rung_before_the_first_failure() -> None:
     assert capacity({0.01: 0.9, 0.02: 1.0}).rate_per_s is None
     assert capacity({0.01: 1.0, 0.02: 0.96}) == capacity({0.02: 0.96, 0.01: 1.0})
     assert capacity({0.01: 1.0}).no_rung_failed
+    # Known only where the next rate of the ladder was tested and failed.
+    known = capacity({0.01: 1.0, 0.02: 0.9}, (0.01, 0.02, 0.03))
+    assert (known.rate_per_s, known.bound, known.fails_at) == (0.01, None, 0.02)
+    gap = capacity({0.01: 1.0, 0.03: 0.9}, (0.01, 0.02, 0.03))
+    assert (gap.rate_per_s, gap.bound, gap.fails_at, gap.no_rung_failed) == (0.01, "at_least", 0.03, False)
+    assert (capacity({0.01: 1.0}).bound, capacity({0.01: 0.9}).bound) == ("at_least", "below")
     with pytest.raises(LoopKVError):
         capacity({})
 
@@ -121,6 +127,20 @@ def test_ratio_bootstrap_has_the_binomial_shares() -> None:
 def test_ratio_of_a_failing_baseline_is_unknown() -> None:
     result = capacity_ratio({1.0: [True] * 20}, {1.0: [False] * 20}, draws=100)
     assert result.ratio is None
+
+
+def test_no_ratio_is_made_of_bounds() -> None:
+    sure, bad = [True] * 20, [False] * 20
+    arm, base = {0.2: sure, 0.4: bad}, {0.1: sure, 0.2: bad}
+    assert capacity_ratio(arm, base, draws=10).ratio == 2.0
+    assert capacity_ratio(arm, base, draws=10, arm_rates=(0.2, 0.3, 0.4)).ratio is None
+    assert capacity_ratio(arm, base, draws=10, baseline_rates=(0.1, 0.15, 0.2)).ratio is None
+    assert capacity_ratio({0.2: sure}, base, draws=10).ratio is None  # no rung of the arm fails
+
+
+def test_times_that_are_no_numbers_have_missed() -> None:
+    nan = float("nan")
+    assert score([at(0, nan, 0.0), at(5, 0.0, nan), at(10)], BOUNDS).met == (False,)
 
 
 def test_ratio_repeats_with_its_seed() -> None:

@@ -172,21 +172,27 @@ def test_a_second_run_measures_nothing_and_scores_the_same(bench: Bench, tmp_pat
     cells = [r for r in second.records if r.what == "slo.cell"]
     lines = [r.model_copy(update={"hardware": "NVIDIA H200"}).model_dump_json() for r in second.records]
     (tmp_path / "slo.jsonl").write_text("\n".join(lines) + "\n")
-    moved = run_slo(settings(tmp_path), quiet)
+    moved = run_slo(settings(tmp_path, max_seconds=0.0), quiet)
     assert cells and {r.hardware for r in moved.records} == {"NVIDIA H200"}
-    run_slo(settings(tmp_path), quiet)
+    assert len(bench.started) == started
+    run_slo(settings(tmp_path, max_seconds=0.0), quiet)
     assert numbers(list(read_records([tmp_path / "slo.jsonl"]))) == numbers(first.records)
+    # Measured here, the cells and the tau0 of another machine are another's.
+    assert run_slo(settings(tmp_path), quiet).measured_cells == 6 and len(bench.started) == started + 2
+    assert {r.hardware for r in run_slo(settings(tmp_path), quiet).scores} != {"NVIDIA H200"}
 
 
 def test_a_killed_run_goes_on_where_it_was(bench: Bench, tmp_path: Path) -> None:
     bench.fail_at = 1.0
-    with pytest.raises(LoopKVError, match="killed"):
-        run_slo(settings(tmp_path), quiet)
+    broken = run_slo(settings(tmp_path), quiet)
+    assert list(broken.failures) == ["stock", "kivi4"] and broken.cells_left == 6  # 1.0, 2.0 and 4.0 of each
+    for label, error in broken.failures.items():
+        assert "killed" in str(error) and f"arm {label}" in str(error) and f"server-{label}.log" in str(error)
     with (tmp_path / "slo.jsonl").open("a") as file:
         file.write('{"what": "slo.cell", "val')  # torn by the kill
     bench.fail_at = None
     run_slo(settings(tmp_path), quiet)
-    assert bench.cells == [(0.5, 101), (1.0, 101), (2.0, 101), (0.5, 101), (1.0, 101), (2.0, 101)]
+    assert bench.cells == [(0.5, 101), (0.5, 101), (1.0, 101), (2.0, 101), (1.0, 101), (2.0, 101)]
 
 
 @pytest.mark.parametrize("blocked", ["calibration", "0.5", "1.0", "2.0"])
@@ -323,11 +329,230 @@ def test_servers_that_run_together_take_turns(bench: Bench, tmp_path: Path) -> N
     assert run_slo(more, quiet).cells_left == 2 and len(bench.started) == 3
 
 
-def test_one_server_of_several_that_fails_stops_the_others(bench: Bench, tmp_path: Path) -> None:
+def test_an_arm_whose_server_fails_leaves_the_others_alone(bench: Bench, tmp_path: Path) -> None:
     bench.refuse = "kivi2"
-    with pytest.raises(LoopKVError, match="refused"):
-        run_slo(settings(tmp_path, ("kivi4", "kivi2"), together=True, tau0_ms=2.0), quiet)
-    assert bench.running_now == 0 and bench.cells == []
+    for together in (True, False):
+        result = run_slo(settings(tmp_path, ("kivi2", "kivi4"), together=together, tau0_ms=2.0), quiet)
+        assert bench.running_now == 0 and bench.cells == [(0.5, 101), (1.0, 101), (2.0, 101)]
+        assert list(result.failures) == ["kivi2"] and "refused" in str(result.failures["kivi2"])
+        assert result.cells_left == 4
+        assert {(r.settings["arm"], r.value) for r in result.records if r.what == "slo.capacity"} == {("kivi4", 1.0)}
+    bench.refuse = "serve"  # without tau0 there is nothing to go on with
+    with pytest.raises(LoopKVError, match="arm stock: vllm serve, got refused"):
+        run_slo(settings(tmp_path, ("stock", "kivi4")), quiet)
+
+
+def test_a_server_that_dies_keeps_its_failed_requests(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client ends with failed requests and nothing answers afterwards: the cell counts, the arm ends there."""
+
+    def counter(url: str) -> int:
+        if bench.lost:
+            raise LoopKVError("server metrics", got="connection refused")
+        return 0
+
+    answer = bench.client
+
+    def client(*arguments: Any, rate_per_s: float, **options: Any) -> ClientRun:
+        bench.lost = {5: "reset", 6: "refused"} if rate_per_s == 1.0 else {}
+        return answer(*arguments, rate_per_s=rate_per_s, **options)
+
+    monkeypatch.setattr(slo_run, "preemptions", counter)
+    monkeypatch.setattr(slo_run, "run_client", client)
+
+    @contextlib.contextmanager
+    def starting(*arguments: Any) -> Iterator[Callable[[], str]]:
+        bench.lost = {}  # a server that is new
+        with bench.running(*arguments) as url:
+            yield url
+
+    monkeypatch.setattr(slo_run, "starting_server", starting)
+    result = run_slo(settings(tmp_path), quiet)
+    assert cells_of(tmp_path) == [(0.5, 101), (1.0, 101)] * 2 and list(result.failures) == ["stock", "kivi4"]
+    failed = {
+        r.settings["failed"] for r in result.scores if r.what == "slo.attainment" and r.settings["rate_per_s"] == 1
+    }
+    assert failed == {2}
+    assert [r.settings["preemptions"] for r in result.records if r.what == "slo.cell"] == [0, None] * 2
+
+
+def test_rungs_below_a_failing_one_are_measured(bench: Bench, tmp_path: Path) -> None:
+    def capacities(result: Any) -> set[Any]:
+        return {(r.value, r.settings["bound"]) for r in result.scores if r.what == "slo.capacity"}
+
+    only = run_slo(settings(tmp_path, ("stock",), rates_per_s=(2.0,)), quiet)
+    assert capacities(only) == {(None, "below")}
+    more = run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.25, 0.5, 1.0, 2.0, 4.0)), quiet)
+    assert [rate for rate, _ in bench.cells] == [2.0, 0.25, 0.5, 1.0] and capacities(more) == {(1.0, None)}
+
+
+def test_rungs_left_for_want_of_time_are_measured_later(bench: Bench, tmp_path: Path) -> None:
+    bench.capacity = 0.1
+    rates = (0.01, 0.5, 1.0, 2.0, 4.0)  # 11 requests at 0.01/s need 1,100 s
+    some = run_slo(settings(tmp_path, ("stock",), rates_per_s=rates, max_seconds=100.0), quiet)
+    assert [rate for rate, _ in bench.cells] == [0.5] and some.cells_left == 1
+    rest = run_slo(settings(tmp_path, ("stock",), rates_per_s=rates), quiet)
+    assert [rate for rate, _ in bench.cells] == [0.5, 0.01] and rest.cells_left == 0
+    assert {r.value for r in rest.scores if r.what == "slo.capacity"} == {0.01}
+
+
+def test_a_capacity_stands_only_between_neighbouring_rungs(bench: Bench, tmp_path: Path) -> None:
+    """A bisection at 3 tau0 brackets the capacity at 3 tau0; what the same rungs say of other bounds is a bound."""
+    answer = bench.client
+
+    def client(*arguments: Any, rate_per_s: float, **options: Any) -> ClientRun:
+        done = answer(*arguments, rate_per_s=rate_per_s, **options)
+        if math.isinf(rate_per_s):
+            return done
+        rows = tuple(  # 2 ms and 1 ms more per request/s: 2 tau0 up to 3/s, 3 tau0 up to 5.5/s, 5 tau0 up to 10.5/s
+            dataclasses.replace(one, ttft_s=1.0, tpot_s=(2 + rate_per_s) / 1e3) for one in done.requests
+        )
+        return dataclasses.replace(done, requests=rows)
+
+    slo_run.run_client = client  # type: ignore[assignment]  # undone with the fixture's own
+    rates = tuple(float(rate) for rate in range(1, 15))
+    found = settings(tmp_path, ("kivi4", "kivi2"), rates_per_s=rates, find_k=3.0, tau0_ms=2.5)
+    result = run_slo(found, quiet)
+    measured = sorted({rate for rate, _ in bench.cells})
+    assert measured == [2.0, 4.0, 5.0, 6.0, 8.0]  # 8, 6 and 2, then 4 and 5: 6.0 fails and 5.0 holds
+    at = {r.settings["k"]: (r.value, r.settings["bound"]) for r in result.scores if r.what == "slo.capacity"}
+    assert at == {2.0: (2.0, "at_least"), 3.0: (5.0, None), 5.0: (8.0, "at_least")}
+    ratios = {(r.settings["k"], r.value, "ci95" in r.settings) for r in result.scores if r.what == "slo.capacity_ratio"}
+    assert ratios == {(2.0, None, False), (3.0, 1.0, True), (5.0, None, False)}
+    with pytest.raises(LoopKVError, match="find k"):
+        dataclasses.replace(found, find_k=4.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_times_that_are_none_are_refused(bench: Bench, tmp_path: Path, bad: float) -> None:
+    with pytest.raises(LoopKVError, match="tau0"):
+        settings(tmp_path, tau0_ms=bad)
+    run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,)), quiet)
+    path = tmp_path / "slo.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    number = next(i for i, line in enumerate(lines) if line["what"] == "slo.cell")
+    for change in ({"ttft_s": bad}, {"tpot_ms": bad}, {"arrival_s": bad}):
+        broken = json.loads(json.dumps(lines))
+        broken[number]["settings"]["requests"][3].update(change)
+        path.write_text("".join(json.dumps(line) + "\n" for line in broken))
+        with pytest.raises(LoopKVError, match=rf"record {number + 1} .*row 4"):
+            run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,)), quiet)
+    tau0 = next(i for i, line in enumerate(lines) if line["what"] == "slo.tau0_ms")
+    lines[tau0]["value"] = bad
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(LoopKVError, match=f"record {tau0 + 1}: tau0"):
+        run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,)), quiet)
+
+
+@pytest.mark.parametrize(
+    ("what", "change", "message"),
+    [
+        ("slo.tau0_ms", {"tau0_rule": None}, "tau0_rule"),
+        ("slo.cell", {"requests": None}, "requests, got nothing"),
+        ("slo.cell", {"duration_s": 1e999}, "duration_s"),
+        ("slo.cell", {"requests": [{"arrival_s": 10**400}]}, "row 1"),
+        ("slo.cell", {"requests": []}, "got 0 requests, wanted the 11"),
+    ],
+)
+def test_hostile_records_are_one_sentence(
+    bench: Bench, tmp_path: Path, what: str, change: dict[str, Any], message: str
+) -> None:
+    run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,)), quiet)
+    path = tmp_path / "slo.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["what"] == what:
+            line["settings"].update(change)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(LoopKVError, match=message):
+        run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,)), quiet)
+
+
+def test_a_truncated_cell_is_refused_and_the_newest_cell_counts(bench: Bench, tmp_path: Path) -> None:
+    run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,)), quiet)
+    path = tmp_path / "slo.jsonl"
+    text = path.read_text()
+    cell = next(json.loads(line) for line in text.splitlines() if '"slo.cell"' in line)
+    failing = json.loads(json.dumps(cell))
+    for row in failing["settings"]["requests"]:
+        row.update(ttft_s=None, tpot_ms=None, output_tokens=0, error="lost")
+
+    def attained(date: str) -> set[float | None]:
+        path.write_text(text + json.dumps({**failing, "date": date}) + "\n")
+        found = run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,), max_seconds=0.0), quiet)
+        return {r.value for r in found.scores if r.what == "slo.attainment"}
+
+    assert attained("2000-01-01T00:00:00+00:00") == {1.0}
+    assert attained("2999-01-01T00:00:00+00:00") == {0.0}
+    cell["settings"]["requests"][2].update(output_tokens=0)
+    path.write_text(text + json.dumps(cell) + "\n")
+    with pytest.raises(LoopKVError, match="row 3, got 0 output tokens and no error, wanted 80"):
+        run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,)), quiet)
+
+
+def test_only_scores_that_are_derived_again_are_replaced(bench: Bench, tmp_path: Path) -> None:
+    def scores() -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for r in read_records([tmp_path / "slo.jsonl"]):
+            if r.what == "slo.capacity":
+                found.setdefault(f"{r.settings['arm']} {r.settings['workload'][:4]}", []).append(r.value)
+        return found
+
+    other = tuple(Request(20, 81) for _ in range(11))
+    run_slo(settings(tmp_path), quiet)
+    first = scores()
+    run_slo(settings(tmp_path, ("stock",), requests=other), quiet)
+    assert scores().items() > first.items() and len(scores()) == 3
+    run_slo(settings(tmp_path, ("stock",)), quiet)
+    run_slo(settings(tmp_path, ("kivi2",), rates_per_s=(0.5,)), quiet)
+    assert {label: len(values) for label, values in scores().items()} == dict.fromkeys(scores(), 18)
+    assert len(scores()) == 4
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_run_is_scored(bench: Bench, tmp_path: Path, end: type[BaseException]) -> None:
+    answer = bench.client
+    said: list[str] = []
+
+    def client(*arguments: Any, rate_per_s: float, **options: Any) -> ClientRun:
+        if rate_per_s == 2.0:
+            raise end
+        return answer(*arguments, rate_per_s=rate_per_s, **options)
+
+    slo_run.run_client = client  # type: ignore[assignment]  # undone with the fixture's own
+    with pytest.raises(end):
+        run_slo(settings(tmp_path, ("stock",)), said.append)
+    found = [r for r in read_records([tmp_path / "slo.jsonl"]) if r.what == "slo.capacity"]
+    assert {(r.value, r.settings["bound"]) for r in found} == {(1.0, "at_least")} and len(found) == 18
+    assert "keeps 2 cells" in said[-1] and "again to go on" in said[-1]
+
+
+def test_what_a_cell_belongs_to(bench: Bench, tmp_path: Path) -> None:
+    """Weights, natural ends, hardware and vLLM: cells and tau0 of another are not this run's."""
+    run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,)), quiet)
+    assert run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,), ignore_eos=False), quiet).measured_cells == 1
+    assert len(bench.started) == 2
+    weights = Fingerprint(name="tiny", geometry=TINY, weights_sha256="a" * 64)
+    done = run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,), identity=weights), quiet)
+    assert done.measured_cells == 1 and sum(r.what == "slo.tau0_ms" for r in done.records) == 4
+    path = tmp_path / "slo.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["versions"] = {**line["versions"], "vllm": "0.1"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run_slo(settings(tmp_path, ("stock",), rates_per_s=(0.5,)), quiet).measured_cells == 1
+
+
+def test_scoring_alone_starts_nothing(bench: Bench, tmp_path: Path) -> None:
+    said: list[str] = []
+    result = run_slo(settings(tmp_path, max_seconds=0.0), said.append)
+    assert not bench.started and result.cells_left == 8 and "nothing measured yet" in said[0]
+    assert not (tmp_path / "slo.jsonl").exists()
+    run_slo(settings(tmp_path, ("stock",)), said.append)
+    assert "starting server for stock" in said
+    with pytest.raises(LoopKVError, match="max seconds"):
+        settings(tmp_path, max_seconds=math.nan)
 
 
 def test_rates_of_an_arm_that_does_not_run_are_refused(tmp_path: Path) -> None:
@@ -370,6 +595,9 @@ def test_bad_settings_are_refused_before_a_server_starts(bench: Bench, tmp_path:
         {"rates_per_s": (0.0,)},
         {"seeds": ()},
         {"ks": (math.inf,)},
+        {"seeds": (101, 101)},
+        {"seeds": (-1,)},
+        {"seeds": (1 << 32,)},
         {"requests": (Request(1, 1),)},
     ):
         with pytest.raises(LoopKVError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.artifacts.plan import MAX_TAU
@@ -19,9 +19,11 @@ from loopkv.errors import LoopKVError
 from loopkv.planner.lookup import is_plan_file, load_or_name
 from loopkv.planner.named import PAPER_PLANS
 from loopkv.planner.paper_plans import paper_plan
+from loopkv.vllm_plugin.settings import ServeSettings
 
 STOCK = "stock"
 PLAN_KEYS = ("prefill", "seed_mode", "tau")
+PLAN_CHOICES = {key: get_args(ServeSettings.model_fields[key].annotation) for key in ("prefill", "seed_mode")}
 STOCK_KEYS = ("skip_layers",)
 MAX_LAYER = 1 << 16
 
@@ -68,9 +70,8 @@ class EngineArm:
         plan = self.load_plan(identity)
         if plan is None:
             return self
-        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in self.label)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}.plan.json"
+        path = folder / f"{file_name(self.label)}.plan.json"
         plan.save(path)
         return replace(self, plan=str(path))
 
@@ -91,11 +92,16 @@ class EngineArm:
         return plan if tau is None else plan.with_tau(None if tau == "none" else float(tau))
 
 
+def file_name(label: str) -> str:
+    """A label as a part of file names."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in label)
+
+
 def parse_arm(text: str) -> EngineArm:
     """Read one arm.
 
     Raises:
-        LoopKVError: an empty part or an unknown key.
+        LoopKVError: an empty part, an unknown key or a value that the key does not have.
     """
     head, *pairs = text.split(",")
     if head.startswith(("per-loop:", "per-layer:")) or "=per-loop:" in head or "=per-layer:" in head:
@@ -116,6 +122,8 @@ def parse_arm(text: str) -> EngineArm:
         known = STOCK_KEYS if stock else PLAN_KEYS
         if key not in known or not sign or not value or key in options:
             raise LoopKVError(f"arm {label}", got=repr(pair)[:80], wanted=" or ".join(f"{k}=VALUE" for k in known))
+        if key in PLAN_CHOICES and value not in PLAN_CHOICES[key]:
+            raise LoopKVError(f"arm {label}: {key}", got=repr(value)[:80], wanted=" or ".join(PLAN_CHOICES[key]))
         options[key] = value
     if "tau" in options:
         _check_tau(options["tau"], label)
@@ -155,7 +163,7 @@ def parse_arms(texts: Sequence[str]) -> tuple[EngineArm, ...]:
     """Read several arms; a label that is used again gets `` (A/A)`` behind it, as a second run of the same arm.
 
     Raises:
-        LoopKVError: no arm, a label used three times, or two arms of one label that differ.
+        LoopKVError: no arm, a label used three times, two that differ under one label, labels that make one file name.
     """
     if not texts:
         raise LoopKVError("arms", got="none", wanted="at least one, e.g. stock or kivi4")
@@ -168,4 +176,11 @@ def parse_arms(texts: Sequence[str]) -> tuple[EngineArm, ...]:
                 raise LoopKVError("arms", got=f"label {arm.label!r} again", wanted="labels that differ, or one A/A run")
             arm = EngineArm(f"{arm.label} (A/A)", arm.spec, arm.plan, arm.kv_cache_dtype, arm.skip_layers, arm.settings)
         arms.append(arm)
+    names: dict[str, str] = {}
+    for arm in arms:
+        name = file_name(arm.label)
+        if name in names:
+            got = f"labels {names[name]!r} and {arm.label!r}"
+            raise LoopKVError("arms", got=got[:120], wanted="labels whose letters, digits, '-', '_' and '.' differ")
+        names[name] = arm.label
     return tuple(arms)

@@ -151,11 +151,15 @@ def parse_result(data: Mapping[str, Any], requests: Sequence[Request], *, ignore
             error = "no token came"
         if error is None and ignore_eos and tokens != asked.output_tokens:
             error = f"{tokens} of {asked.output_tokens} tokens came"
+        ttft = tpot = 0.0
+        if error is None:
+            ttft, tpot = float(ttfts[i]), math.fsum(itls[i]) / (tokens - 1) if tokens > 1 else 0.0
+            if not all(math.isfinite(one) and one >= 0 for one in (ttft, tpot)):
+                error = f"impossible times: first token after {ttft:g} s, {tpot:g} s per token"
         if error is not None:
             rows.append(RequestTimes(arrival, None, None, tokens, error))
             continue
-        tpot = math.fsum(itls[i]) / (tokens - 1) if tokens > 1 else 0.0
-        rows.append(RequestTimes(arrival, float(ttfts[i]), tpot, tokens))
+        rows.append(RequestTimes(arrival, ttft, tpot, tokens))
     return ClientRun(tuple(rows), float(data.get("duration") or 0.0), step_windows(tokens_came))
 
 
@@ -235,25 +239,49 @@ def times_to_json(requests: Sequence[RequestTimes]) -> list[dict[str, Any]]:
     ]
 
 
-def times_from_json(rows: object) -> tuple[RequestTimes, ...]:
+def times_from_json(rows: object, where: str = "slo.cell record") -> tuple[RequestTimes, ...]:
     """The requests of a ``slo.cell`` Record.
 
+    Args:
+        rows: ``settings["requests"]``.
+        where: names the Record in the error.
+
     Raises:
-        LoopKVError: rows that are not what ``times_to_json`` writes.
+        LoopKVError: rows that are not what ``times_to_json`` writes, or times that are not finite or below 0.
     """
-    try:
-        assert isinstance(rows, list)
-        return tuple(
-            RequestTimes(
-                float(row["arrival_s"]),
-                None if row["ttft_s"] is None else float(row["ttft_s"]),
-                None if row["tpot_ms"] is None else float(row["tpot_ms"]) / 1e3,
+    if not isinstance(rows, list):
+        got = "nothing" if rows is None else type(rows).__name__
+        raise LoopKVError(f"{where}: requests", got=got, wanted="one row per request")
+    times = []
+    for number, row in enumerate(rows, 1):
+        try:
+            read = RequestTimes(
+                _seconds(row["arrival_s"]),
+                None if row["ttft_s"] is None else _seconds(row["ttft_s"]),
+                None if row["tpot_ms"] is None else _seconds(row["tpot_ms"]) / 1e3,
                 int(row["output_tokens"]),
                 None if row["error"] is None else str(row["error"]),
             )
-            for row in rows
-        )
-    except (AssertionError, KeyError, TypeError, ValueError):
-        raise LoopKVError(
-            "slo.cell record: requests", got=json.dumps(rows)[:80], wanted="one row per request"
-        ) from None
+            if read.output_tokens < 0:
+                raise ValueError
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise LoopKVError(
+                f"{where}: requests, row {number}",
+                got=repr(row)[:120],
+                wanted="arrival_s, ttft_s, tpot_ms (finite, at least 0), output_tokens and error of one request",
+            ) from None
+        times.append(read)
+    return tuple(times)
+
+
+def _seconds(value: object) -> float:
+    """A finite time of at least 0.
+
+    Raises:
+        TypeError, ValueError, OverflowError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError
+    return float(value)

