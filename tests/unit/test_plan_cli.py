@@ -157,8 +157,8 @@ def test_plan_errors_are_one_sentence(cli: Cli, tmp_path: Path) -> None:
         ((path, "--goal", "read", "--max-damage", "2parsec"), "damage budget"),
         ((path, "--goal", "read", "--max-damage", "-2"), "damage budget"),
         ((path, "--goal", "damage", "--max-stored", "156KB"), "did you mean KiB"),
-        ((path, "--goal", "damage", "--max-stored", "1KiB"), "max_stored >= 61440 bytes"),
-        ((path, "--goal", "read", "--max-damage", "1e-9"), "max_damage >= "),
+        ((path, "--goal", "damage", "--max-stored", "1KiB"), "--max-stored >= 61440B"),
+        ((path, "--goal", "read", "--max-damage", "1e-9"), "--max-damage >= "),
         ((path, "--named", "kivi5"), "did you mean 'kivi"),
         ((path, "--named", "layer-only"), "no budget"),
         ((path, "--named", "kivi4", "--max-stored", "1KiB"), "a budget without --goal"),
@@ -217,11 +217,22 @@ def test_an_infeasible_budget_leaves_the_old_file(cli: Cli, tmp_path: Path) -> N
 def test_the_suggested_budget_works(cli: Cli, tmp_path: Path) -> None:
     path = save(tmp_path)
     message = cli.fails("plan", path, "--goal", "memory", "--max-damage", "1e-3", "--max-stored", "100KiB")
-    values = dict(re.findall(r"(max_damage|max_stored) >= (\S+) ", message))
-    arguments = ("plan", path, "--goal", "memory", "--max-damage", values["max_damage"], "--max-stored", "100KiB")
-    assert cli(*arguments).code == 0
-    arguments = ("plan", path, "--goal", "memory", "--max-damage", "1e-3", "--max-stored", values["max_stored"])
-    assert cli(*arguments).code == 0
+    values = dict(re.findall(r"(--max-damage|--max-stored) >= (\S+) ", message))
+    nats = re.search(r">= \S+KL_share \((\S+nats)\)", message)
+    assert nats and values["--max-damage"].endswith("KL_share") and values["--max-stored"].endswith("B")
+    for damage, stored in (
+        (values["--max-damage"], "100KiB"),
+        (nats[1], "100KiB"),
+        ("1e-3", values["--max-stored"]),
+    ):
+        assert cli("plan", path, "--goal", "memory", "--max-damage", damage, "--max-stored", stored).code == 0
+
+
+def test_an_infeasible_damage_is_told_in_the_unit_that_was_typed(cli: Cli) -> None:
+    profile = Path(__file__).parents[2] / "results/reference/profile.json"
+    arguments = ("plan", profile, "--goal", "memory", "--max-stored", "4.875KiB", "--max-damage")
+    assert "got --max-damage 2KL_share (0.00047" in cli.fails(*arguments, "2.0KL_share")
+    assert "KL_share (0.000478nats), --max-stored 4992B" in cli.fails(*arguments, "4.78e-4nats")
 
 
 # -- inspect --------------------------------------------------------------------------------------------------------
@@ -313,6 +324,10 @@ def test_capacity_of_a_plan_file_finds_the_known_model(cli: Cli, tmp_path: Path)
         "capacity", "--plan", tiny
     )
     assert "layers, got 24, wanted 48" in cli.fails("capacity", "--plan", target, "--geometry", "ouro-2.6b")
+    for missing in ("./absent", "absent.json"):  # what looks like a path is no misspelt name
+        said = cli.fails("capacity", "--plan", missing, "--geometry", "ouro-1.4b")
+        assert f"plan {Path(missing)}, got No such file or directory" in said
+    assert "unknown plan name" in cli.fails("capacity", "--plan", "x" * 300, "--geometry", "ouro-1.4b")
 
 
 def test_capacity_of_a_checkpoint_and_a_gpu_of_ones_own(cli: Cli) -> None:

@@ -13,7 +13,7 @@ from loopkv.errors import LoopKVError, PlanFormatError, UnsupportedError
 from loopkv.models.config import parse_ouro_config
 from loopkv.models.ouro import ouro_geometry
 from loopkv.planner import named_plan
-from loopkv.vllm_plugin.command import MEANINGLESS_OPTIONS, serve_command
+from loopkv.vllm_plugin.command import MEANINGLESS_OPTIONS, OWN_OPTIONS, serve_command
 from loopkv.vllm_plugin.settings import ServeSettings, SettingsError, read_settings
 
 vllm = importlib.util.find_spec("vllm")
@@ -174,6 +174,9 @@ def test_a_missing_plan_file_is_noticed_before_vllm_starts(monkeypatch, tmp_path
         ("M", "absent.json", (), "No such file"),
         ("M", "kivi4", ("--prefil", "fast"), "did you mean --prefill?"),
         ("M", "kivi4", ("--accept_weights",), "did you mean --accept-weights?"),
+        ("M", "kivi4", ("--prefill-graph",), "did you mean --prefill-graphs?"),
+        ("M", "kivi4", ("--no_prefill_graphs",), "did you mean --no-prefill-graphs?"),
+        ("M", "kivi4", ("--config", "absent.yaml"), "--config absent.yaml, got No such file or directory"),
         ("./absent", "kivi4", (), "no such folder"),
         ("TMP", "kivi4", (), "config.json"),
         ("TINY", "kivi4-share7", (), "shared loop, got 7"),
@@ -235,6 +238,41 @@ def test_a_sibling_checkpoint_and_options_of_vllm_pass(monkeypatch, tmp_path):
     others = [name for name in names if name not in ("--additional-config", *MEANINGLESS_OPTIONS)]
     serve_command(str(tiny), ServeSettings(plan="kivi4"), others)
     assert set(MEANINGLESS_OPTIONS) < set(names)
+
+
+def test_every_option_of_the_verb_is_known_to_the_check_of_misspelt_ones():
+    import typer
+
+    from loopkv.cli.app import app
+
+    verb = typer.main.get_command(app).commands["serve"]
+    options = {name for parameter in verb.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert {name for name in options if name.startswith("--")} - {"--help"} == set(OWN_OPTIONS)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("model", "given", "named"),
+    [
+        ("looped-tiny", [], ["--served-model-name", "looped-tiny"]),
+        ("looped-tiny", ["--seed", "1"], ["--served-model-name", "looped-tiny"]),
+        ("looped-tiny", ["--served-model-name", "a", "b"], []),
+        ("looped-tiny", ["--served_model_name=a"], []),
+        ("looped-tiny", ["--served-model-nam", "a"], []),
+        ("looped-tiny", ["--config", "named.yaml"], []),
+        ("looped-tiny", ["--config=other.yaml"], ["--served-model-name", "looped-tiny"]),
+        ("M", [], []),
+    ],
+)
+def test_clients_call_the_embedded_model_by_its_name(monkeypatch, tmp_path, model, given, named):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "named.yaml").write_text("served-model-name: a\n")
+    (tmp_path / "other.yaml").write_text("port: 8001\n")
+    command = serve_command(model, ServeSettings(plan="kivi4"), given)
+    first = command.index("serve") + 2
+    config = ["--additional-config", '{"loopkv": {"plan": "kivi4"}}']
+    assert command[first:] == [*named, *config, *given]
 
 
 def test_the_serving_command_imports_no_torch_and_no_vllm():

@@ -25,7 +25,12 @@ def register(app: typer.Typer) -> None:
         ),
         accept_weights: bool = typer.Option(False, help="Accept a plan profiled on a sibling checkpoint."),
         prefill_graphs: bool = typer.Option(True, help="Replay prefill steps of few tokens as CUDA graphs (GPUs)."),
-        dry_run: bool = typer.Option(False, "--dry-run", help="Print the vllm command and stop."),
+        dry_run: bool = typer.Option(
+            False,
+            "--dry-run",
+            help="Print the vllm command and stop, once vLLM has read it: misspelt options and, for a local model on a "
+            "machine with a device, settings that the start would refuse. Memory, devices and weights are not checked.",
+        ),
     ) -> None:
         """Serve MODEL through the OpenAI API with vLLM; every other option is handed to `vllm serve`."""
         import os
@@ -45,6 +50,11 @@ def register(app: typer.Typer) -> None:
         settings = read_settings({SETTINGS_KEY: given})
         assert settings is not None
         command = serve_command(model, settings, context.args)
+        if dry_run:
+            from loopkv.vllm_plugin.start_check import check_start
+
+            checked = check_start(command[command.index("serve") + 1 :])
+            typer.echo(f"checked by vLLM: {checked}", err=True)
         typer.echo(f"$ {shlex.join(command)}", err=not dry_run)
         if not dry_run:
             os.execvpe(command[0], command, {**os.environ, **handed_on()})

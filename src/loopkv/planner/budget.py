@@ -87,6 +87,25 @@ def parse_bytes(text: str) -> int:
     return math.floor(value)
 
 
+def told_limit(value: float, kl_share_nats: float | None, *, least: bool = False) -> str:
+    """A limit as ``loopkv plan`` takes it: bytes (an int), or damage in every unit that a user may have typed.
+
+    Args:
+        value: bytes, or nats.
+        kl_share_nats: the profile's KL_share, or None.
+        least: whether a smaller damage would not do: KL_share, in five digits, is then rounded up.
+    """
+    if isinstance(value, int):
+        return f"{value}B"
+    if not kl_share_nats or not math.isfinite(value / kl_share_nats):
+        return f"{value!r}nats"
+    shares = f"{value / kl_share_nats:.5g}"
+    if least and float(shares) * kl_share_nats < value:
+        step = math.floor(math.log10(value / kl_share_nats)) - 4
+        shares = f"{float(shares) + 10.0**step:.5g}"
+    return f"{shares}{KL_SHARE_UNIT} ({value!r}nats)"
+
+
 def budget_warnings(budget: Budget, profile: Profile) -> tuple[str, ...]:
     """Limits that are hardly meant: a damage far beyond the paper's budgets, and bytes that even BF16 keeps to."""
     warnings = []

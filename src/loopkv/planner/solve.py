@@ -11,7 +11,7 @@ import numpy.typing as npt
 from loopkv.artifacts import Budget, Plan, Profile
 from loopkv.errors import BudgetInfeasibleError, ProfileFormatError, UnsupportedError
 from loopkv.options import BF16, INT4, OPTIONS, SHARE, Option, own_bytes
-from loopkv.planner.budget import check_budget
+from loopkv.planner.budget import check_budget, told_limit
 from loopkv.planner.knapsack import Choice, IntArray, KnapsackTable
 from loopkv.planner.prediction import predict
 
@@ -104,15 +104,17 @@ class Frontier:
         """One sentence with the smallest feasible value of every limit given: beside the others, or else alone."""
         got, wanted = [], []
         given = [(limit, values) for limit, values in self._limits() if getattr(budget, limit) is not None]
+        share = self.profile.kl_share
         for limit, values in given:
-            title, unit = limit.rsplit("_", 1)
-            got.append(f"{title} {getattr(budget, limit)} {unit}")
+            flag, bound = f"--{limit.rsplit('_', 1)[0].replace('_', '-')}", getattr(budget, limit)
+            got.append(f"{flag} {told_limit(bound, share)}")
             beside = self._fitting(budget, without=limit)
             if beside.any():
                 rest = " with the other budgets kept" if len(given) > 1 else ""
-                wanted.append(f"{title} >= {values[beside].min()!s} {unit}{rest}")
-            elif getattr(budget, limit) < values.min():
-                wanted.append(f"{title} >= {values.min()!s} {unit} whatever the others are")
+                wanted.append(f"{flag} >= {told_limit(values[beside].min().item(), share, least=True)}{rest}")
+            elif bound < values.min():
+                least = told_limit(values.min().item(), share, least=True)
+                wanted.append(f"{flag} >= {least} whatever the others are")
         return BudgetInfeasibleError(
             f"no plan of {self.profile.fingerprint.name} fits the budget",
             got=", ".join(got),

@@ -17,12 +17,24 @@ from typing import Any
 from loopkv.artifacts import Fingerprint, Plan
 from loopkv.errors import UnsupportedError
 from loopkv.geometry import Geometry
-from loopkv.reference import model_place
+from loopkv.paths import check_input_file
+from loopkv.reference import MODEL_NAME, model_place
 from loopkv.vllm_plugin.settings import SETTINGS_KEY, ServeSettings, SettingsError
 
 PLUGIN_NAME = "loopkv"
 _OPTION = "--additional-config"
-OWN_OPTIONS = ("--plan", "--prefill", "--seed-mode", "--accept-weights", "--no-prefill-graphs", "--dry-run")
+_SERVED_NAME = "--served-model-name"
+OWN_OPTIONS = (
+    "--plan",
+    "--prefill",
+    "--seed-mode",
+    "--accept-weights",
+    "--no-accept-weights",
+    "--prefill-graphs",
+    "--no-prefill-graphs",
+    "--dry-run",
+)
+"""Every option of ``loopkv serve``: what is nearly one of them is not handed to vLLM."""
 MEANINGLESS_OPTIONS = ("--attention-backend", "--attention-config", "--block-size", "--prefix-match-unit")
 """Options of vLLM for a cache of its own, which the config hook refuses half a minute later."""
 NEAR = 0.8  # of difflib; no option of vLLM 0.26 comes so near to one of ours
@@ -63,18 +75,34 @@ def serve_command(model: str, settings: ServeSettings, vllm_arguments: Sequence[
         )
     if model.startswith("-"):
         raise SettingsError("loopkv serve: MODEL", got=repr(model)[:80], wanted="the model before any option of vLLM")
+    embedded = model == MODEL_NAME
     model = model_place(model)
     _check_arguments(vllm_arguments)
+    _check_plan(model, settings, vllm_arguments)
     if settings.names_file:
         settings = settings.model_copy(update={"plan": str(Path(settings.plan).resolve())})
-    _check_plan(model, settings, vllm_arguments)
     config, rest = _split_additional_config(vllm_arguments)
     if SETTINGS_KEY in config:
         raise SettingsError(
             f"{_OPTION}: {SETTINGS_KEY!r}", got="given twice", wanted="the options of `loopkv serve` alone"
         )
     config[SETTINGS_KEY] = settings.model_dump(exclude_defaults=True)
-    return [*vllm_executable(), "serve", model, _OPTION, json.dumps(config), *rest]
+    name = [_SERVED_NAME, MODEL_NAME] if embedded and not _names_model(rest) else []
+    return [*vllm_executable(), "serve", model, *name, _OPTION, json.dumps(config), *rest]
+
+
+def _names_model(arguments: Sequence[str]) -> bool:
+    """Whether the user says what clients call the model, on the command line or in vLLM's config file."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        name = name.replace("_", "-")
+        if name.startswith("--se") and _SERVED_NAME.startswith(name):  # abbreviated, as argparse allows
+            return True
+        if name == "--config" and _config_file_sets(
+            value if equals else next(iter(arguments[index + 1 : index + 2]), ""), "served[-_]model[-_]name"
+        ):
+            return True
+    return False
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
@@ -180,12 +208,18 @@ def _split_additional_config(arguments: Sequence[str]) -> tuple[dict[str, Any], 
 
 
 def _check_config_file(path: str) -> None:
-    """Refuse a vLLM config file with an ``additional-config`` of its own: ours on the command line would replace it."""
-    try:
-        text = Path(path).read_text(errors="replace") if Path(path).is_file() else ""
-    except OSError:
-        return  # vLLM says what is wrong with it
-    if re.search(r"^\s*[\"']?additional[-_]config\b", text, re.MULTILINE):
+    """Refuse a vLLM config file that is missing, and one with an ``additional-config``: ours would replace it."""
+    check_input_file(Path(path), "--config", SettingsError, "a YAML file")
+    if _config_file_sets(path, "additional[-_]config"):
         raise SettingsError(
             f"--config {path}", got="an additional-config in it", wanted=f"{_OPTION} JSON on the command line"
         )
+
+
+def _config_file_sets(path: str, option: str) -> bool:
+    """Whether a vLLM config file has ``option``, a regular expression; False for what cannot be read."""
+    try:
+        text = Path(path).read_text(errors="replace") if Path(path).is_file() else ""
+    except OSError:
+        return False  # vLLM says what is wrong with it
+    return re.search(rf"^\s*[\"']?{option}\b", text, re.MULTILINE) is not None
