@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from loopkv.bench.prompts import FolderTokenizer, fill_prompts
 from loopkv.bench.workload import (
@@ -24,6 +26,7 @@ from loopkv.bench.workload import (
     workload_sha256,
     write_workload,
 )
+from loopkv.cli.app import app
 from loopkv.errors import LoopKVError
 from loopkv.reference import model_folder
 
@@ -118,6 +121,21 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     for name in ("absent.jsonl", "b.jsonl", "."):
         with pytest.raises(LoopKVError):
             read_workload(tmp_path / name)
+
+
+def test_pipes_and_devices_do_not_hold_the_command(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), Path("a\0b")):
+        with pytest.raises(LoopKVError, match="workload"):
+            read_workload(path)
+
+
+@pytest.mark.parametrize("length", ["16777217", "9" * 320])
+def test_workload_command_refuses_what_no_model_holds(tmp_path: Path, length: str) -> None:
+    output = str(tmp_path / "w.jsonl")
+    done = CliRunner().invoke(app, ["bench", "workload", "-o", output, "--max-length", length])
+    assert done.exit_code == 1 and isinstance(done.exception, LoopKVError) and "maximum length" in str(done.exception)
+    assert CliRunner().invoke(app, ["bench", "workload", "-o", output, "--seed", "-1"]).exit_code == 2
 
 
 def test_prompts_have_the_length_asked_for_and_start_differently() -> None:

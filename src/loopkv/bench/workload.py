@@ -24,6 +24,7 @@ from loopkv.errors import LoopKVError
 from loopkv.paths import check_input_file
 
 MAX_WORKLOAD_BYTES = 256 << 20
+MAX_LENGTH_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,9 @@ def generate(traffic: Traffic, requests: int, seed: int) -> tuple[Request, ...]:
     """
     if requests < 1:
         raise LoopKVError("workload", got=f"{requests} requests", wanted="at least 1")
+    if traffic.max_length_tokens > MAX_LENGTH_TOKENS:
+        got = f"{traffic.max_length_tokens:.3g} tokens" if traffic.max_length_tokens < 10**300 else "more"
+        raise LoopKVError("workload: maximum length", got=got, wanted=f"at most {MAX_LENGTH_TOKENS:,} tokens")
     longest_prompt = min(traffic.prompt_max_tokens, traffic.max_length_tokens // 2)
     if longest_prompt < traffic.prompt_min_tokens:
         raise LoopKVError(
@@ -212,7 +216,7 @@ def _parse_line(line: str, where: str, count_tokens: Callable[[str], int] | None
         data = {**data, "prompt_tokens": count_tokens(prompt)}
     for name in ("prompt_tokens", "output_tokens"):
         value = data.get(name)
-        if type(value) is not int or not 1 <= value <= 1 << 24:
+        if type(value) is not int or not 1 <= value <= MAX_LENGTH_TOKENS:
             raise LoopKVError(
                 f"{where}: {name}",
                 got=repr(value)[:80],

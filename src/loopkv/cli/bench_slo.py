@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,8 @@ from loopkv.paths import check_output_file, check_output_folder
 
 if TYPE_CHECKING:
     from loopkv.bench.slo_run import SloResult, SloSettings
+
+MAX_POOL_GIB = 1 << 20
 
 
 def register(app: typer.Typer) -> None:
@@ -49,13 +52,15 @@ def slo_command(
         float | None, typer.Option(metavar="GIB", help="KV pool of every arm (--kv-cache-memory-bytes).")
     ] = None,
     max_seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="Start no cell that would end later; run again to go on.")
+        float | None, typer.Option(metavar="S", help="Start no cell that would end later; 0: only score.")
     ] = None,
     natural_end: Annotated[bool, typer.Option(help="Let answers end by themselves (output_tokens caps them).")] = False,
     all_rungs: Annotated[bool, typer.Option(help="Also run rungs above one that fails every bound.")] = False,
     find: Annotated[
         float | None,
-        typer.Option(metavar="K", help="Bisect --rates: only the rungs that find the capacity at K tau0."),
+        typer.Option(
+            metavar="K", help="Bisect --rates: only the rungs that find the capacity at K tau0 (scored besides --k)."
+        ),
     ] = None,
     together: Annotated[
         bool, typer.Option(help="Start all servers at once (they must fit the GPU together); rungs take turns.")
@@ -94,10 +99,16 @@ def slo_command(
     else:
         assert model is not None
         identity = fingerprint_model(model)
+    if pool is not None and not 0 < pool < MAX_POOL_GIB:
+        raise LoopKVError("--pool", got=f"{pool:g} GiB", wanted=f"above 0 and below {MAX_POOL_GIB} GiB")
+    if pool is not None and _gives(arguments, "--kv-cache-memory-bytes"):
+        raise LoopKVError("--pool", got="--server-arg=--kv-cache-memory-bytes besides", wanted="one of the two")
+    shared, single = _rates(rates)
+    ks = tuple(_numbers(k, "--k"))
     tokenizer = FolderTokenizer(model)
     requests = read_workload(workload, tokenizer.count)
     longest = max(request.length_tokens for request in requests)
-    arguments += ["--max-model-len", str(longest)] if "--max-model-len" not in arguments else []
+    arguments += ["--max-model-len", str(longest)] if not _gives(arguments, "--max-model-len") else []
     arguments += ["--kv-cache-memory-bytes", str(round(pool * (1 << 30)))] if pool is not None else []
     settings = SloSettings(
         model=model,
@@ -105,16 +116,12 @@ def slo_command(
         requests=requests,
         tokenizer=tokenizer,
         arms=parse_arms(arm),
-        rates_per_s=tuple(rate for text in rates if "=" not in text for rate in _numbers(text, "--rates")),
-        arm_rates={
-            text.rpartition("=")[0]: tuple(_numbers(text.rpartition("=")[2], "--rates"))
-            for text in rates
-            if "=" in text
-        },
-        seeds=tuple(int(seed) for seed in _numbers(seeds, "--seeds")),
+        rates_per_s=shared,
+        arm_rates=single,
+        seeds=_seeds(seeds),
         output=output,
         work=work,
-        ks=tuple(_numbers(k, "--k")),
+        ks=ks if find is None or find in ks else (*ks, find),
         ttfts_s=tuple(_numbers(ttft, "--ttft")),
         tau0_ms=tau0,
         server_arguments=tuple(arguments),
@@ -129,12 +136,54 @@ def slo_command(
     if result.cells_left:
         typer.echo(f"{result.cells_left} cells left: run the same command again to go on", err=True)
     typer.echo(f"{output}: {len(result.records)} records; loopkv report {output} -o report.html", err=True)
+    if result.failures:
+        labels = ", ".join(result.failures)
+        raise LoopKVError(
+            "bench slo",
+            got=f"arms that did not come to their end: {labels}"[:300],
+            hint="see above; run again to go on",
+        )
+
+
+def _gives(arguments: Sequence[str], option: str) -> bool:
+    """Whether arguments of ``vllm serve`` give an option, in any of the ways that it takes."""
+    return any(one.partition("=")[0].replace("_", "-") == option for one in arguments)
+
+
+def _rates(texts: Sequence[str]) -> tuple[tuple[float, ...], dict[str, tuple[float, ...]]]:
+    """Rungs of all arms, and those of single arms by label."""
+    from loopkv.cli.simulate import _numbers
+    from loopkv.errors import LoopKVError
+
+    shared: list[float] = []
+    single: dict[str, tuple[float, ...]] = {}
+    for text in texts:
+        label, equals, numbers = text.rpartition("=")
+        if not equals:
+            shared += _numbers(text, "--rates")
+        elif label in single:
+            raise LoopKVError(f"--rates of {label}"[:120], got="two lists", wanted="one list of all its rungs")
+        else:
+            single[label] = tuple(_numbers(numbers, "--rates"))
+    return tuple(shared), single
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    from loopkv.errors import LoopKVError
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isascii() and part.isdecimal() and len(part) <= 10 for part in parts):
+        raise LoopKVError(
+            "--seeds", got=repr(text)[:80], wanted="whole numbers from 0 to 2^32 - 1, separated by commas"
+        )
+    return tuple(map(int, parts))
 
 
 def _print(result: SloResult, settings: SloSettings) -> None:
     """Capacities at the first TTFT bound; the others are in the Records."""
     from rich.table import Table
 
+    from loopkv.bench.slo import AT_LEAST
     from loopkv.cli._render import console
 
     ttft = settings.ttfts_s[0]
@@ -143,12 +192,12 @@ def _print(result: SloResult, settings: SloSettings) -> None:
     for title in ("seed", "tau0 ms", *(f"{k:g} tau0" for k in settings.ks)):
         table.add_column(title, justify="right")
     rows: dict[tuple[str, int | None, str], dict[float, str]] = {}
-    for record in result.records:
+    for record in result.scores:
         s = record.settings
         if record.what != "slo.capacity" or s["ttft_s"] != ttft:
             continue
         text = f"<{s['lowest_rate']:g}" if record.value is None else f"{record.value:g}"
-        text = f">={text}" if s["no_rung_failed"] else text
+        text = f">={text}" if s["bound"] == AT_LEAST else text
         place = (s["arm"], record.seed, f"{s['tau0_ms']:.2f} {s['tau0_rule']}")
         rows.setdefault(place, {})[s["k"]] = text
     for (arm, seed, tau0), found in rows.items():

@@ -23,7 +23,9 @@ def register(app: typer.Typer) -> None:
             str, typer.Option(help="reasoning (mean output 11K, maximum length 16K) or small.")
         ] = "reasoning",
         requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 60,
-        seed: Annotated[int, typer.Option(help="Seed of the lengths and the prompt text.")] = 101,
+        seed: Annotated[
+            int, typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the lengths and the prompt text.")
+        ] = 101,
         mean_output: Annotated[
             float | None, typer.Option(help="Mean output tokens, in place of the traffic's own.")
         ] = None,
