@@ -20,7 +20,7 @@ from loopkv.report import write_records_report
 from loopkv.report.figure import to_svg
 from loopkv.report.from_records import DRAWN_KINDS, FOLDED_KINDS, problem, records_page
 from loopkv.report.page import Table
-from loopkv.report.sections.common import report_command
+from loopkv.report.sections.common import command, report_command
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_decode_table_gives_the_recorded_numbers() -> None:
     read = (8192 - 288) * 768 * 1024 + 216 * 2**20
     step = 6.84e-3 + (10.07e9 + 12 * read) / 1.29e12
     assert rows["bf16"]["batch"] == "12"
-    assert rows["bf16"]["peak\ntok/s"] == f"{12 / step:,.4g}"
+    assert rows["bf16"]["best\ntok/s"] == f"{12 / step:,.4g}"
     assert rows["bf16"]["x bf16"] == "1.00x" and rows["bf16"]["launches\nper step"] == "17"
     assert rows["LoopKV-M"]["stored\nKiB/token"] == "155"
 
@@ -347,6 +347,68 @@ def test_a_refused_row_says_where_and_why() -> None:
     settings = {"arm": "m", "context_tokens": 8192, "slot": "peak", "reason": "requests that ended early"}
     table = tables(records_page([record("decode.refused", None, "", settings)]))["Rows that could not run"]
     assert table.rows == (("m", "8,192", "peak", "requests that ended early"),)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "row", "stays"),
+    [
+        ({"slot": "engine"}, {"context_tokens": 400}, False),  # it starts now: any row of the arm shows that
+        ({"slot": "engine"}, {"context_tokens": 400, "arm": "n"}, True),
+        ({"slot": "engine", "spec": "kivi4"}, {"context_tokens": 400, "spec": "kivi2"}, True),
+        ({"context_tokens": 8192}, {"context_tokens": 8192}, False),
+        ({"context_tokens": 8192}, {"context_tokens": 400}, True),
+        ({"context_tokens": 400, "slot": "all"}, {"context_tokens": 400, "slot": "1"}, False),
+        ({"context_tokens": 400, "slot": "peak"}, {"context_tokens": 400, "slot": "1"}, True),
+        ({"context_tokens": 400, "slot": "peak"}, {"context_tokens": 400, "slot": "peak"}, False),
+    ],
+)
+def test_what_ran_later_is_no_longer_listed_as_refused(
+    refusal: dict[str, object], row: dict[str, object], stays: bool
+) -> None:
+    refused = record("decode.refused", None, "", {"arm": "m", "reason": "full", **refusal})
+    ran = record("decode.step_ms", 5.0, "ms", {"arm": "m", "batch": 1, **row}, date="2026-05-01T00:00:00+00:00")
+    shown = tables(records_page([refused, ran]))
+    assert ("Rows that could not run" in shown) == stays
+    counted = ("decode.refused", "1", "the same row or arm ran later")
+    assert (counted in shown.get("Records without a row of their own", Table("", (), ())).rows) != stays
+    earlier = ran.model_copy(update={"date": "2025-01-01T00:00:00+00:00"})
+    assert "Rows that could not run" in tables(records_page([refused, earlier]))
+
+
+def test_a_second_run_is_compared_with_its_arm_at_one_batch() -> None:
+    rows = [
+        record("decode.step_ms", ms, "ms", {"arm": arm, "context_tokens": 16384, "batch": batch, "peak_batch": 10})
+        for arm, batch, ms in (
+            ("bf16", 10, 44.0),  # 227 tok/s
+            ("bf16", 8, 30.0),  # 267 tok/s, its best, which the second run lacks
+            ("bf16", 1, 10.0),
+            ("bf16 (A/A)", 10, 40.0),  # 250 tok/s: 1.10 times the first run at 10
+            ("bf16 (A/A)", 1, 10.0),
+            ("kivi4", 30, 40.0),
+        )
+    ]
+    page = records_page(rows)
+    table = next(t for title, t in tables(page).items() if title.startswith("Decode at"))
+    shown = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert shown["bf16"]["batch"] == "8" and shown["bf16"]["resident\npeak"] == "10"
+    assert shown["bf16 (A/A)"]["A/A\n(batch)"] == "1.10x (10)" and shown["bf16 (A/A)"]["x bf16"] == "-"
+    assert shown["kivi4"]["x bf16"] == f"{(30 / 40) / (8 / 30):.2f}x" and shown["kivi4"]["A/A\n(batch)"] == "-"
+    assert "one batch" in table.note
+    (figure,) = (f for f in page.figures if f.key.startswith("decode"))
+    assert "equal batches" in figure.explanation
+    assert figure.png_title == "Decode at 16,384 tokens of context\nOuro-1.4B geometry, Synthetic GPU 96 GB"
+
+
+def test_captions_name_every_command_once_or_say_how_many() -> None:
+    rows = [
+        record("decode.step_ms", 5.0, "ms", {"arm": f"a{n}", "context_tokens": 400, "batch": 1}, command=f"bench {n}")
+        for n in (1, 2, 2, 3, 4)
+    ]
+    assert command(rows[:4]) == "bench 1\nbench 2\nbench 3"
+    page = records_page(rows)
+    assert page.figures[0].command == "4 commands, see Provenance"
+    (listed,) = (t for title, t in tables(page).items() if title == "Commands")
+    assert sorted((row[0], row[-1]) for row in listed.rows) == [(f"bench {n}", f"a{n}") for n in (1, 2, 3, 4)]
 
 
 def test_an_unlabelled_stock_arm_is_the_baseline() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ class Drawing:
         return self.width_in > 6.4
 
 
-def _rendered(drawing: Drawing, theme: Theme, kind: str) -> bytes:
+def _rendered(drawing: Drawing, theme: Theme, kind: str, title: str = "") -> bytes:
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -72,7 +73,11 @@ def _rendered(drawing: Drawing, theme: Theme, kind: str) -> bytes:
     }
     settings: Any = {**_STYLE, **colours}
     with matplotlib.rc_context(settings):
-        canvas = Canvas(figsize=(drawing.width_in, drawing.height_in), layout="constrained")
+        lines = [part for line in title.splitlines() for part in textwrap.wrap(line, round(13 * drawing.width_in))]
+        height_in = drawing.height_in + 0.16 * len(lines)
+        canvas = Canvas(figsize=(drawing.width_in, height_in), layout="constrained")
+        if lines:
+            canvas.suptitle("\n".join(lines), fontsize=8.5, x=0.02, ha="left")
         canvas.patch.set_facecolor("none" if kind == "svg" else theme.paper)
         drawing.draw(canvas.subplots(), theme)
         output = io.BytesIO()
@@ -99,6 +104,6 @@ def to_svg(drawing: Drawing, alt: str, prefix: str) -> str:
     return to_css_variables(svg.replace("<svg ", opening, 1))
 
 
-def write_png(drawing: Drawing, path: Path) -> None:
-    """Write the drawing as a PNG file on white."""
-    write_atomically(path, _rendered(drawing, PNG_THEME, "png"))
+def write_png(drawing: Drawing, path: Path, title: str = "") -> None:
+    """Write the drawing as a PNG file on white, its title above it: away from the page nothing else says what it is."""
+    write_atomically(path, _rendered(drawing, PNG_THEME, "png", title))

@@ -14,8 +14,8 @@ from loopkv.record_kinds import RECORD_KINDS
 from loopkv.records import Record, read_records
 from loopkv.report.figure import write_png
 from loopkv.report.page import Page, Section, render_page, table_of
-from loopkv.report.sections.common import figures_of, interval, replaced, report_command
-from loopkv.report.sections.decode import decode_section
+from loopkv.report.sections.common import arms_of, figures_of, interval, replaced, report_command
+from loopkv.report.sections.decode import decode_section, superseded
 from loopkv.report.sections.kernels import kernel_section
 from loopkv.report.sections.quality import quality_section, task_section
 from loopkv.report.sections.served import served_section, tests_section
@@ -88,7 +88,7 @@ def write_records_report(
     write_atomically(Path(output), render_page(page).encode())
     if png_folder is not None:
         for figure in page.figures:
-            write_png(figure.drawing, Path(png_folder) / f"{figure.key}.png")
+            write_png(figure.drawing, Path(png_folder) / f"{figure.key}.png", figure.png_title)
     return Path(output)
 
 
@@ -211,9 +211,11 @@ def _other_section(records: Sequence[Record]) -> Section | None:
     older = Counter(
         record.what for record in replaced(r for r in records if r.what in DRAWN_KINDS and problem(r) is None)
     )
-    if counts or empty or older:
+    later = Counter(record.what for record in superseded([r for r in records if problem(r) is None]))
+    if counts or empty or older or later:
         rows = [(what, f"{count:,}", FOLDED_KINDS[what]) for what, count in counts.items()]
         rows += [(what, f"{count:,}", "a later Record of the same place is drawn") for what, count in older.items()]
+        rows += [(what, f"{count:,}", "the same row or arm ran later") for what, count in later.items()]
         rows += [(what, f"{count:,}", "no value") for what, count in empty.items()]
         blocks.append(table_of("Records without a row of their own", ("what", "records", "why"), rows))
     return Section("others", "Not drawn", "", tuple(blocks)) if blocks else None
@@ -222,6 +224,8 @@ def _other_section(records: Sequence[Record]) -> Section | None:
 def _provenance_section(records: Sequence[Record]) -> Section:
     kinds = Counter(record.what for record in records)
     commands = Counter(record.command for record in records if record.command)
+    by_command = {line: [r for r in records if r.command == line and r.settings.get("arm")] for line in commands}
+    kinds_of = {line: {r.what for r in records if r.command == line} for line in commands}
     versions: dict[str, set[str]] = {}
     for record in records:
         for package, version in record.versions.items():
@@ -233,7 +237,14 @@ def _provenance_section(records: Sequence[Record]) -> Section:
         "",
         (
             table_of("Records by kind", ("what", "records"), [(what, f"{n:,}") for what, n in sorted(kinds.items())]),
-            table_of("Commands", ("command", "records"), [(text, f"{n:,}") for text, n in commands.most_common()]),
+            table_of(
+                "Commands",
+                ("command", "records", "kinds", "arms"),
+                [
+                    (line, f"{n:,}", ", ".join(sorted(kinds_of[line])), ", ".join(arms_of(by_command[line])) or "-")
+                    for line, n in commands.most_common()
+                ],
+            ),
             table_of("Commits", ("commit", "records"), [(text, f"{n:,}") for text, n in commits.most_common()]),
             table_of(
                 "Versions",

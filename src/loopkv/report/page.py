@@ -36,9 +36,10 @@ class Figure:
         title: what it shows.
         explanation: one sentence on how to read it.
         alt: what a reader who cannot see it should know.
-        command: the command line that makes it.
+        command: the command lines that make it, one a line.
         drawing: how it is drawn.
         data: the numbers behind it, folded away below it.
+        place: model and hardware, for the title of its PNG.
     """
 
     key: str
@@ -48,6 +49,12 @@ class Figure:
     command: str
     drawing: Drawing
     data: Table | None = None
+    place: str = ""
+
+    @property
+    def png_title(self) -> str:
+        """Title of its PNG: what it shows, of which model on which hardware."""
+        return "\n".join(line for line in (self.title, self.place) if line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,7 @@ td.text{white-space:normal;min-width:12em;overflow-wrap:anywhere}
 .right{text-align:right}
 tbody tr:last-child td{border-bottom:0}
 code,pre{font:.85rem/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-code.command{display:block;overflow-x:auto;white-space:nowrap;background:var(--page);border:1px solid var(--line);
+code.command{display:block;overflow-x:auto;white-space:pre;background:var(--page);border:1px solid var(--line);
   border-radius:6px;padding:.3em .6em;margin-top:.4em;color:var(--ink)}
 details{margin-top:.5em}
 summary{cursor:pointer;color:var(--accent);font-size:.9rem;padding:.25em 0}

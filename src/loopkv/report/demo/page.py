@@ -32,7 +32,7 @@ def write_demo_report(report: DemoReport, folder: Path | str, *, png_folder: Pat
     write_atomically(folder / "summary.json", (json.dumps(report.summary(), indent=1, allow_nan=False) + "\n").encode())
     if png_folder is not None:
         for figure in page.figures:
-            write_png(figure.drawing, Path(png_folder) / f"{figure.key}.png")
+            write_png(figure.drawing, Path(png_folder) / f"{figure.key}.png", figure.png_title)
     return folder / "report.html"
 
 

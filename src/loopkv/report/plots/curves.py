@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopkv.report.figure import Drawing
+from loopkv.report.plots.labels import draw_labels
 from loopkv.report.plots.scales import set_scales
-from loopkv.report.plots.series import HEIGHT_IN, MARKERS, WIDTH_IN, Series
+from loopkv.report.plots.series import HEIGHT_IN, WIDTH_IN, Series, dash_of, marker_of
 from loopkv.report.theme import Theme
 
 if TYPE_CHECKING:
@@ -32,13 +33,14 @@ def curves(
     def draw(axes: Axes, theme: Theme) -> None:
         axes.grid(True, linewidth=0.6)
         axes.set_axisbelow(True)
+        labels: list[tuple[float, float, str, str]] = []
         for index, one in enumerate(series):
             number = index if one.colour is None else one.colour
             colour = theme.of(number)
             style: dict[str, Any] = {
                 "color": colour,
-                "marker": MARKERS[number % len(MARKERS)] if one.marked else "none",
-                "linestyle": ("--" if one.dashed else "-") if one.line else "none",
+                "marker": marker_of(number) if one.marked else "none",
+                "linestyle": ("--" if one.dashed else dash_of(number)) if one.line else "none",
                 "markerfacecolor": "none" if one.hollow else colour,
                 "label": one.name or "_nolegend_",
             }
@@ -48,8 +50,7 @@ def curves(
                 axes.errorbar(one.x, one.y, yerr=[below, above], capsize=2, elinewidth=1.0, **style)
             else:
                 axes.plot(one.x, one.y, **style)
-            for x, y, text in zip(one.x, one.y, one.labels, strict=False):
-                axes.annotate(text, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7.5, color=colour)
+            labels += [(x, y, text, colour) for x, y, text in zip(one.x, one.y, one.labels, strict=False)]
         if horizontal is not None:
             axes.axhline(horizontal[0], color=theme.muted, linewidth=0.9, linestyle=":")
             axes.annotate(
@@ -82,5 +83,6 @@ def curves(
         names = [one.name for one in series if one.name]
         if len(names) > 1:
             axes.figure.legend(loc="outside lower center", ncols=2 if max(map(len, names)) > 14 else 3)
+        draw_labels(axes, labels)
 
     return Drawing(WIDTH_IN, height_in + 0.17 * math.ceil(len(series) / 2), draw)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from loopkv.report.figure import Drawing
-from loopkv.report.plots.series import MARKERS, WIDTH_IN
+from loopkv.report.plots.series import WIDTH_IN, marker_of
 from loopkv.report.theme import Theme
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def intervals(
                     [point[2] - v for v, (_, point) in zip(value, shown, strict=True)],
                 ],
                 linestyle="none",
-                marker=MARKERS[index % len(MARKERS)],
+                marker=marker_of(index),
                 markersize=4.5,
                 color=theme.of(index),
                 elinewidth=1.2,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from loopkv.report.figure import Drawing
 from loopkv.report.plots.scales import set_scales
-from loopkv.report.plots.series import MARKERS, WIDTH_IN, Series
+from loopkv.report.plots.series import WIDTH_IN, Series, marker_of
 from loopkv.report.theme import Theme
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def predicted_measured(series: Sequence[Series], band: tuple[float, float]) -> D
                 one.x,
                 one.y,
                 linestyle="none",
-                marker=MARKERS[number % len(MARKERS)],
+                marker=marker_of(number),
                 color=colour,
                 markerfacecolor="none" if one.hollow else colour,
                 label=one.name,
@@ -91,7 +91,7 @@ def shaded_points(
                 one.x,
                 one.y,
                 linestyle="none",
-                marker=MARKERS[number % len(MARKERS)],
+                marker=marker_of(number),
                 markersize=6.5,
                 markerfacecolor="none" if one.hollow else colour,
                 markeredgecolor=theme.ink if not one.hollow else colour,

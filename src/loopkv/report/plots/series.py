@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+COLOURS = 8  # of a theme
+DASHES: tuple[Any, ...] = ("-", (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)))
 WIDTH_IN, HEIGHT_IN = 4.2, 3.1
+
+
+def marker_of(number: int) -> str:
+    """Marker of series ``number``: where colours repeat, another one, so that the first 64 series all differ."""
+    return MARKERS[(number + number // COLOURS) % len(MARKERS)]
+
+
+def dash_of(number: int) -> Any:
+    """Line style of series ``number``: solid, until colour and marker together repeat."""
+    return DASHES[number // (COLOURS * len(MARKERS)) % len(DASHES)]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line or cloud of points. ``labels`` are written beside its points."""
+    """One line or cloud of points. ``labels`` are written beside its points.
+
+    ``colour`` numbers its look (colour, marker and dash, see ``marker_of``); ``dashed`` is a second run of that look.
+    """
 
     name: str
     x: tuple[float, ...]

@@ -10,6 +10,7 @@ from loopkv.records import Record
 from loopkv.report.plots import short_number
 
 _Key = TypeVar("_Key")
+MAX_COMMANDS = 3
 BASELINE_ARMS = ("bf16", "stock", "bf16-stock", "BF16")
 
 _SLO = ("arm", "rate_per_s", "tau0_ms", "k", "ttft_s", "workload", "gpu")
@@ -114,12 +115,14 @@ def baseline(arms: Sequence[str]) -> str | None:
 
 
 def command(records: Sequence[Record]) -> str:
-    """Command line behind a figure: the one most of its records carry, shortened where it names many files."""
-    commands = [record.command for record in records if record.command]
-    if not commands:
-        return ""
-    most = max(dict.fromkeys(commands), key=commands.count)
-    return most if len(most) <= 400 else f"{most[:400]} ..."
+    """Command lines behind a figure, one a line, shortened where one names many files; of more than three their number.
+
+    All of them stand in the page's Provenance, with the kinds and arms of their Records.
+    """
+    commands = list(dict.fromkeys(record.command for record in records if record.command))
+    if len(commands) > MAX_COMMANDS:
+        return f"{len(commands)} commands, see Provenance"
+    return "\n".join(one if len(one) <= 400 else f"{one[:400]} ..." for one in commands)
 
 
 def report_command(paths: Sequence[str], output: str, *, png: str | None = None, title: str | None = None) -> str:

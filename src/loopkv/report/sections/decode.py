@@ -25,6 +25,10 @@ from loopkv.report.sections.common import (
 from loopkv.step_time import StepRow, StepTimeModel, hold_out, matched_tokens_per_s
 
 DRAWN_PARTS = 7
+A_A = " (A/A)"
+"""Behind the name of an arm that ran a second time."""
+_MEASURED = ("decode.step_ms", "decode.ttft_ms", "decode.prefill_tok_s")
+_WHOLE_ENGINE = ("engine", "all")  # slots of bench decode that are no single row
 
 
 def decode_section(records: Sequence[Record]) -> Section | None:
@@ -48,8 +52,8 @@ def decode_section(records: Sequence[Record]) -> Section | None:
             t for t in (_fit_table(rows, arms, where), _prefill_table(records, model, hardware)) if t is not None
         ]
     blocks: list[Figure | Table] = [*figures, *tables, *_breakdown(records)]
-    ran = {(text(r, "arm"), number(r, "context_tokens")): r.date for r in sorted(steps, key=lambda r: r.date)}
-    refused = [record for record in records if record.what == "decode.refused"]
+    later = superseded(records)
+    refused = [r for r in records if r.what == "decode.refused" and all(r is not one for one in later)]
     if refused:
         blocks.append(
             table_of(
@@ -60,7 +64,7 @@ def decode_section(records: Sequence[Record]) -> Section | None:
                         text(r, "arm"),
                         figures_of(number(r, "context_tokens"), 6),
                         figures_of(number(r, "batch"), 6) if number(r, "batch") is not None else text(r, "slot") or "-",
-                        text(r, "reason") + (" (ran later)" if _ran_after(r, ran) else ""),
+                        text(r, "reason"),
                     )
                     for r in latest(refused, *PLACES["decode.refused"])
                 ],
@@ -115,6 +119,7 @@ def _sweep(
     by_arm = {arm: sorted(g, key=lambda r: float(r.settings["batch"])) for arm, g in grouped(rows, _arm).items()}
     best = {arm: max(g, key=tokens_per_s) for arm, g in by_arm.items()}
     base = stock_arm(rows)
+    looks = _looks(arms)
     bound_ms = best[base].value if base is not None else None
     series = [
         Series(
@@ -122,9 +127,11 @@ def _sweep(
             tuple(float(r.value or 0) for r in by_arm[arm]),
             tuple(tokens_per_s(r) for r in by_arm[arm]),
             labels=(*("" for _ in by_arm[arm][:-1]), f"{by_arm[arm][-1].settings['batch']}"),
-            colour=index,
+            colour=looks[arm],
+            dashed=arm.endswith(A_A),
+            hollow=arm.endswith(A_A),
         )
-        for index, arm in enumerate(arms)
+        for arm in arms
         if arm in by_arm
     ]
     where = ", ".join(part for part in (model, hardware) if part)
@@ -136,8 +143,10 @@ def _sweep(
         if bound_ms is not None:
             pairs = [(int(r.settings["batch"]), float(r.value or 0) / 1e3) for r in by_arm[arm]]
             matched = matched_tokens_per_s(pairs, bound_ms / 1e3)
-        ratio = "-" if base is None else f"{tokens_per_s(top) / tokens_per_s(best[base]):.2f}x"
-        at_time = "-" if base is None or matched is None else f"{matched / tokens_per_s(best[base]):.2f}x"
+        peak_batches = [peak for r in by_arm[arm] if (peak := number(r, "peak_batch")) is not None]
+        again = arm.endswith(A_A)  # has fewer batches than its arm: compared at one batch, not at its best
+        ratio = "-" if base is None or again else f"{tokens_per_s(top) / tokens_per_s(best[base]):.2f}x"
+        at_time = "-" if base is None or again or matched is None else f"{matched / tokens_per_s(best[base]):.2f}x"
         table.append(
             (
                 arm,
@@ -146,7 +155,9 @@ def _sweep(
                 figures_of(tokens_per_s(top)),
                 figures_of(number(top, "batch"), 6),
                 figures_of(top.value),
+                figures_of(max(peak_batches, default=None), 6),
                 ratio,
+                _at_one_batch(by_arm[arm], by_arm.get(arm.removesuffix(A_A), ())) if again else "-",
                 figures_of(matched),
                 at_time,
                 _percent(number(top, "hot_share")),
@@ -154,22 +165,28 @@ def _sweep(
                 figures_of(launches.get((arm, context)), 6),
             )
         )
+    twice = (
+        " An A/A arm is the same arm run again: dashed, and compared with its first run at equal batches."
+        if any(arm.endswith(A_A) for arm in by_arm)
+        else ""
+    )
     told = ", ".join(f"{row[0]} {row[3]} tok/s at batch {row[4]}" for row in table)
     figure = Figure(
         key=slug("decode", model, hardware, context),
         title=f"Decode at {context:,} tokens of context",
         explanation=(
-            f"{where}. Each line is one arm as its batch grows; the number at its end is the largest batch that "
-            "stayed resident. Further up at one time per token is better."
+            f"{where}. Each line is one arm as its batch grows; the number at its end is the largest batch measured. "
+            f"Further up at one time per token is better.{twice}"
         ),
         alt=f"Tokens per second over time per token at {context:,} tokens: {told}.",
         command=command(rows),
+        place=where,
         drawing=curves(
             series,
             "time per output token (ms)",
             "decode tok/s",
             log_x=True,
-            vertical=None if bound_ms is None or base is None else (bound_ms, f"{base} at its peak"),
+            vertical=None if bound_ms is None or base is None else (bound_ms, f"{base} at its best"),
         ),
     )
     matched_name = "tok/s at\nmatched time" if bound_ms is None else f"tok/s at\n{bound_ms:.4g} ms"
@@ -177,10 +194,12 @@ def _sweep(
         "arm",
         "stored\nKiB/token",
         "read\nKiB/token",
-        "peak\ntok/s",
+        "best\ntok/s",
         "batch",
         "step ms",
+        "resident\npeak",
         f"x {base}" if base else "ratio",
+        "A/A\n(batch)",
         matched_name,
         "x at\nthat time",
         "hot",
@@ -190,11 +209,21 @@ def _sweep(
     explained = (
         ((1, 2), "KiB per token of history, both value planes."),
         (
-            (7,),
-            f"{matched_name.replace(chr(10), ' ')}: each arm's batch interpolated at the time per token of the "
-            "baseline's peak, or its largest batch where that is faster; a dash means that its smallest is slower.",
+            (6,),
+            "Best: the batch measured at which the arm is fastest; the resident peak, the most requests that stay "
+            "resident, may be another.",
         ),
-        ((9,), "Hot: share of the history that V precision read with both value planes."),
+        (
+            (8,),
+            "A/A: the same arm run again, over its first run at one batch: of those that both have measured, the one "
+            "at which the first was fastest. It has fewer batches than its arm, so its best is compared with nothing.",
+        ),
+        (
+            (9,),
+            f"{matched_name.replace(chr(10), ' ')}: each arm's batch interpolated at the time per token of the "
+            "baseline's best, or its largest batch where that is faster; a dash means that its smallest is slower.",
+        ),
+        ((11,), "Hot: share of the history that V precision read with both value planes."),
     )
     note = " ".join(text for at, text in explained if any(row[c] != "-" for row in table for c in at))
     return figure, table_of(f"Decode at {context:,} tokens ({where})", columns, table, note)
@@ -206,10 +235,41 @@ def stock_arm(rows: Sequence[Record]) -> str | None:
     return named or next((text(r, "arm") for r in rows if r.settings.get("spec") == "stock"), None)
 
 
-def _ran_after(refused: Record, ran: dict[tuple[str, float | None], str]) -> bool:
-    """Whether an engine that failed (no slot is named) was started again and measured the same context."""
-    last = ran.get((text(refused, "arm"), number(refused, "context_tokens")), "")
-    return "slot" not in refused.settings and last > refused.date
+def superseded(records: Sequence[Record]) -> list[Record]:
+    """``decode.refused`` Records of what ran later: the same row, or, where an engine failed, the same arm.
+
+    An engine's failure names no slot, or the slot ``engine`` where it did not even start, whatever the context.
+    """
+    ran = [r for r in records if r.what in _MEASURED and r.value is not None]
+
+    def is_later(refused: Record, row: Record) -> bool:
+        same = (row.model, row.hardware, text(row, "arm")) == (refused.model, refused.hardware, text(refused, "arm"))
+        same = same and all(
+            row.settings.get(key) == refused.settings[key] for key in ("spec", "engine") if key in refused.settings
+        )
+        slot, context = refused.settings.get("slot"), refused.settings.get("context_tokens")
+        where = context is None or row.settings.get("context_tokens") == context
+        what = slot in (None, *_WHOLE_ENGINE) or row.settings.get("slot") == slot
+        return same and where and what and row.date > refused.date
+
+    return [r for r in records if r.what == "decode.refused" and any(is_later(r, row) for row in ran)]
+
+
+def _looks(arms: Sequence[str]) -> dict[str, int]:
+    """Number of each arm's look: its place among the arms, an A/A arm that of its arm."""
+    order = list(dict.fromkeys(arm.removesuffix(A_A) for arm in arms))
+    return {arm: order.index(arm.removesuffix(A_A)) for arm in arms}
+
+
+def _at_one_batch(again: Sequence[Record], first: Sequence[Record]) -> str:
+    """Throughput of an arm's second run over its first at the batch of both at which the first was fastest."""
+    second = {number(r, "batch"): r for r in again}
+    shared = [r for r in first if number(r, "batch") in second]
+    if not shared:
+        return "-"
+    top = max(shared, key=tokens_per_s)
+    batch = number(top, "batch")
+    return f"{tokens_per_s(second[batch]) / tokens_per_s(top):.2f}x ({figures_of(batch, 6)})"
 
 
 def _percent(value: float | None) -> str:
@@ -347,6 +407,7 @@ def _breakdown(records: Sequence[Record]) -> list[Figure]:
                 explanation=f"GPU time of one decode step by component ({hardware}); the number is the sum in ms.",
                 alt="; ".join(f"{name}: {total:.3g} ms" for name, total in zip(names, totals, strict=True)) + ".",
                 command=command(group),
+                place=", ".join(part for part in (model, hardware) if part),
                 drawing=bars(names, shown, "GPU time per step (ms)", texts=[f"{total:.3g}" for total in totals]),
                 data=table_of(
                     "GPU time per step (ms)",

@@ -104,6 +104,7 @@ def _figure(hardware: str, kernel: str, shares: Sequence[_Drawn]) -> Figure:
         explanation=f"100% is what a plain copy reaches in the same run ({hardware}). {told}{hot}",
         alt="; ".join(f"{n}: {v:.0f}%" for n, v in zip(names, values, strict=True)).replace("\n", ", ") + ".",
         command=command([kinds["kernel.bandwidth_share"] for _, kinds in ordered]),
+        place=hardware,
         drawing=bars(names, [("share", values)], "% of copy bandwidth", texts=[f"{v:.0f}" for v in values]),
     )
 

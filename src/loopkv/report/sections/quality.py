@@ -105,14 +105,15 @@ def _frontiers(records: Sequence[Record], units: Mapping[str, float]) -> list[Fi
         figures.append(
             Figure(
                 key=slug("frontier", model, hardware, context),
-                title=f"Damage against peak throughput, {context:,} tokens",
+                title=f"Damage against best throughput, {context:,} tokens",
                 explanation=(
                     "Lower (less damage) and further right (faster) is better; the line joins unbeaten arms "
                     f"({', '.join(part for part in (model, hardware) if part)}).{''.join(exact)}"
                 ),
                 alt="; ".join(f"{arm}: {speed[arm]:.4g} tok/s at {short_number(damage[arm])}" for arm in speed) + ".",
-                command=command([found for _, found in both]),
-                drawing=curves([one for one in series if one.x], "peak decode tok/s", label, log_y=True),
+                command=command([record for pair in both for record in pair]),
+                place=", ".join(part for part in (model, hardware) if part),
+                drawing=curves([one for one in series if one.x], "best decode tok/s", label, log_y=True),
             )
         )
     return figures
@@ -169,6 +170,7 @@ def _additivity(records: Sequence[Record]) -> list[Figure | Table]:
                     f"Log-log scatter of {len(ratios)} plans, ratios from {min(ratios):.2f} to {max(ratios):.2f}{said}."
                 ),
                 command=command(group),
+                place=_models(group),
                 drawing=predicted_measured(series, RATIO_BAND),
             )
         )
@@ -238,6 +240,7 @@ def task_section(records: Sequence[Record]) -> Section | None:
                 explanation="Mean score with its 95% interval where the record has one.",
                 alt=f"{told}.",
                 command=command(group),
+                place=_models(group),
                 drawing=intervals(
                     tasks, [(arm, [_point(at.get((arm, task))) for task in tasks]) for arm in arms], "score (%)"
                 ),
@@ -272,6 +275,10 @@ def task_section(records: Sequence[Record]) -> Section | None:
             )
         )
     return Section("tasks", "Tasks", "Differences are paired: the same items under both arms.", tuple(blocks))
+
+
+def _models(records: Sequence[Record]) -> str:
+    return ", ".join(dict.fromkeys(r.model for r in records if r.model))
 
 
 def _point(record: Record | None) -> tuple[float, float, float] | None:
