@@ -60,6 +60,8 @@ FOLDED_KINDS = {
 }
 """Kinds that are counted only, with the reason."""
 MAY_LACK_VALUE = ("decode.refused", "slo.capacity", "simulate.capacity")
+SMALLEST, LARGEST = 1e-15, 1e18
+"""Limits of what is drawn, far beyond any measurement: axes fail near the limits of floats."""
 POSITIVE_SETTINGS = ("context_tokens", "batch", "rate_per_s", "tau0_ms", "k", "ttft_s")
 
 
@@ -137,15 +139,29 @@ def problem(record: Record) -> str | None:
     wrong = [key for key in POSITIVE_SETTINGS if key in kind.settings and not _is_positive(record.settings[key])]
     if wrong:
         return f"{', '.join(wrong)}: not a number above 0"
+    wild = [key for key in (*kind.settings, *kind.optional) if not _is_drawable(record.settings.get(key))]
+    if wild:
+        return f"{', '.join(wild)}: a number that cannot be drawn"
     if record.value is not None and not math.isfinite(record.value):
         return "a value that is not finite"
-    if record.what == "decode.step_ms" and record.value is not None and record.value <= 0:
+    if not _is_drawable([record.value, *record.samples]):
+        return "a value or samples that cannot be drawn"
+    if record.what == "decode.step_ms" and record.value is not None and record.value < SMALLEST:
         return "a step time that is not above 0"
     return None
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
+
+
+def _is_drawable(value: object) -> bool:
+    """Whether every number in a setting is within the limits of what is drawn."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_drawable, value))
+    if isinstance(value, dict):
+        return all(map(_is_drawable, value.values()))
+    return not isinstance(value, int | float) or -LARGEST <= value <= LARGEST
 
 
 def _plain_section(records: Sequence[Record]) -> Section | None:
