@@ -55,7 +55,8 @@ def _checkout_commit(package: Path) -> str | None:
     """Commit of the repository whose ``src/loopkv`` is ``package``; None where it lies in another's, or in none."""
 
     def git(*arguments: str) -> str:
-        found = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # of a hook, say
+        mine = environment_of_others()
+        found = {name: value for name, value in mine.items() if not name.startswith("GIT_")}  # of a hook, say
         command = ["git", "-C", str(package), *arguments]
         told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, env=found)
         return told.stdout.strip()
@@ -69,6 +70,11 @@ def _checkout_commit(package: Path) -> str | None:
         return f"{commit}-dirty" if git("status", "--porcelain", "-uno") else commit
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def environment_of_others() -> dict[str, str]:
+    """Environment of a child process that runs a program which is not ours: our own variables stay here."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("LOOPKV_")}
 
 
 class Record(BaseModel):
@@ -140,6 +146,7 @@ def _gpu_driver() -> str | None:
             capture_output=True,
             text=True,
             timeout=20,
+            env=environment_of_others(),
         ).stdout.split("\n")[0]
     except (OSError, subprocess.SubprocessError):
         return None

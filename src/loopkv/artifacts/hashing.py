@@ -3,6 +3,8 @@
 A checkpoint has gigabytes, and both the command that starts an engine and the engine's own check ask for its hash. A
 hash is kept under what the file system says of the files that it was made of, and handed to child processes in an
 environment variable: nothing is written anywhere, and nothing that lies beside or inside a checkpoint can speak for it.
+Whoever sets the environment of a command is believed, as with ``PYTHONPATH``: who can do that can also replace the code
+that hashes. Programs that are not ours get an environment without the variable.
 """
 
 from __future__ import annotations
