@@ -21,6 +21,7 @@ from loopkv.bench.served_steps import StepWindow, TokenTimes, step_windows
 from loopkv.bench.slo import RequestTimes
 from loopkv.bench.workload import Request, write_workload
 from loopkv.errors import LoopKVError
+from loopkv.vllm_plugin.server import ends_with_this_process
 
 SERVED_NAME = "loopkv-bench"
 PREEMPTIONS_METRIC = "vllm:num_preemptions_total"
@@ -105,22 +106,28 @@ def run_client(
         ignore_eos=ignore_eos,
     )
     with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(environment or {})},
+        )
         try:
-            done = subprocess.run(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})},
-                timeout=timeout_s,
-            )
+            with ends_with_this_process(process.pid, group=False):
+                try:
+                    status = process.wait(timeout_s)
+                finally:
+                    process.kill()
+                    process.wait()
         except subprocess.TimeoutExpired:
             raise LoopKVError("benchmark client", got=f"no end within {timeout_s:.0f} s", hint=f"see {log}") from None
-    if done.returncode != 0 or not result.exists():
+        finally:
+            process.kill()
+            process.wait()
+    if status != 0 or not result.exists():
         lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-        raise LoopKVError(
-            "benchmark client", got=f"exit status {done.returncode}: {lines[-1][-300:]}", hint=f"see {log}"
-        )
+        raise LoopKVError("benchmark client", got=f"exit status {status}: {lines[-1][-300:]}", hint=f"see {log}")
     return parse_result(read_json(result, LoopKVError, "benchmark result"), requests, ignore_eos=ignore_eos)
 
 

@@ -20,6 +20,16 @@ from loopkv.errors import LoopKVError
 
 STARTUP_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+# Reads a line that this process writes when the child has ended. Without one (this process was killed) it interrupts
+# the child, as _stop does, and after some seconds kills it, or its whole group.
+_WATCHDOG = """read -r ended && exit
+kill -s INT "$1"
+left="$3"
+while [ "$left" -gt 0 ] && kill -s 0 -- "$2" 2>/dev/null; do sleep 1; left=$((left - 1)); done
+kill -s KILL -- "$2" 2>/dev/null
+[ -n "$4" ] && rm -rf -- "$4"
+"""
+_WATCHDOG_PATIENCE_S = 10
 
 
 @contextlib.contextmanager
@@ -63,10 +73,41 @@ def starting_server(
                 env=variables,
                 start_new_session=True,
             )
-        try:
+        with contextlib.ExitStack() as end:
+            stop = end.enter_context(contextlib.ExitStack())
+            stop.callback(_stop, process)
+            end.enter_context(ends_with_this_process(process.pid, group=True, folder=sockets))
+            end.callback(stop.close)  # before the watchdog is told that the server has ended
             yield functools.partial(_wait, process, url, log)
-        finally:
-            _stop(process)
+
+
+@contextlib.contextmanager
+def ends_with_this_process(pid: int, *, group: bool, folder: str | None = None) -> Iterator[None]:
+    """While the body runs, a child ends soon after this process does, be it by SIGKILL, which no handler hears.
+
+    A shell in a session of its own waits for the end of a pipe whose other end only this process holds.
+
+    Args:
+        pid: the child, which must have ended when the body ends.
+        group: end its whole process group (it must lead it), with what the child started itself.
+        folder: temporary folder that goes with it.
+    """
+    target = f"-{pid}" if group else str(pid)
+    watchdog = subprocess.Popen(
+        ["/bin/sh", "-c", _WATCHDOG, "loopkv-watchdog", str(pid), target, str(_WATCHDOG_PATIENCE_S), folder or ""],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # hears no interrupt of the terminal
+    )
+    assert watchdog.stdin is not None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            watchdog.stdin.write(b"ended\n")
+            watchdog.stdin.close()
+        watchdog.wait()
 
 
 def last_telling_line(log: Path) -> str:
