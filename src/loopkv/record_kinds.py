@@ -54,7 +54,7 @@ _DECODE_BYTES = (
 )
 _SLO = ("arm", "rate_per_s", "tau0_ms", "k", "ttft_s")
 _SLO_COUNTS = ("scored", "missed_ttft", "missed_tpot", "missed_both", "failed", "preemptions", "tau0_rule", "workload")
-_CAPACITY = ("lowest_rate", "highest_rate", "no_rung_failed", "tau0_rule", "workload")
+_CAPACITY = ("lowest_rate", "highest_rate", "no_rung_failed", "bound", "fails_at", "tau0_rule", "workload")
 
 _KINDS = (
     RecordKind(
@@ -152,7 +152,7 @@ _KINDS = (
         "slo.cell",
         "requests",
         ("arm", "rate_per_s", "requests"),
-        ("spec", "preemptions", "workload", "server", "duration_s", "steps"),
+        ("spec", "preemptions", "workload", "server", "ignore_eos", "duration_s", "steps"),
         "one rung: `requests` holds arrival_s, ttft_s, tpot_ms, output_tokens and error of every request sent; `steps` "
         "start_s, mean number and mean context of the requests that decode, and step_ms of windows of two seconds",
     ),
@@ -168,14 +168,16 @@ _KINDS = (
         "req/s",
         ("arm", "tau0_ms", "k", "ttft_s"),
         _CAPACITY,
-        "highest rate tested with >= 95% attainment before the first failing rung; null where the lowest rung fails",
+        "highest rate tested with >= 95% attainment before the first failing rung (`fails_at`), null where the lowest "
+        "rung fails; a `bound` (at_least, below) where the next rate of the ladder was not tested",
     ),
     RecordKind(
         "slo.capacity_ratio",
         "x",
         ("arm", "baseline", "tau0_ms", "k", "ttft_s"),
         ("ci95", "share_at_least", "draws", "tau0_rule", "workload"),
-        "capacity of `arm` over that of `baseline` on the same trace; interval and shares from request bootstrap",
+        "capacity of `arm` over that of `baseline` on the same trace, null where one is a bound; interval and shares "
+        "from request bootstrap",
     ),
     RecordKind(
         "simulate.attainment",

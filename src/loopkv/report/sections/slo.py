@@ -198,7 +198,7 @@ def _capacity_tables(records: Sequence[Record]) -> list[Table]:
             ("arm", "how", "seed", "hardware", *names),
             lines,
             "Highest rate tested with at least 95% attainment before the first rung below it; < means that the lowest "
-            "rung fails, >= that no rung fails.",
+            "rung fails, >= that no rung fails or that a rate below the first failing rung was not tested.",
         )
     ]
 
@@ -209,7 +209,8 @@ def _capacity_text(record: Record | None) -> str:
     if record.value is None:
         lowest = number(record, "lowest_rate")
         return "none" if lowest is None else f"<{lowest:.4g}"
-    return f"{'>=' if record.settings.get('no_rung_failed') else ''}{record.value:.4g}"
+    at_least = record.settings.get("no_rung_failed") or record.settings.get("bound") == "at_least"
+    return f"{'>=' if at_least else ''}{record.value:.4g}"
 
 
 def _misses(rows: Sequence[Record]) -> Table | None:
