@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from loopkv.errors import UnsupportedError
 from loopkv.planner import parse_bytes, parse_damage
+from loopkv.planner.budget import told_limit
 
 
 @pytest.mark.parametrize(
@@ -121,3 +122,24 @@ def test_bytes_round_trip(count: int) -> None:
 @given(st.floats(0, 1e6))
 def test_damage_round_trip(nats: float) -> None:
     assert parse_damage(repr(nats)) == parse_damage(f"{nats!r}nats") == nats
+
+
+@given(st.floats(1e-12, 1e3), st.floats(1e-9, 1.0))
+def test_a_least_damage_can_be_typed_in_either_unit(value: float, kl_share: float) -> None:
+    shares, _, nats = told_limit(value, kl_share, least=True).rstrip(")").partition(" (")
+    assert parse_damage(nats) == value
+    assert value <= parse_damage(shares, kl_share) <= 1.0002 * value  # five digits: at most one in the last place up
+
+
+@pytest.mark.parametrize(
+    ("limit", "kl_share", "said"),
+    [
+        (4992, 3e-4, "4992B"),
+        (6e-4, 3e-4, "2KL_share (0.0006nats)"),
+        (6e-4, None, "0.0006nats"),
+        (6e-4, 0.0, "0.0006nats"),
+        (0.0, 3e-4, "0KL_share (0.0nats)"),
+    ],
+)
+def test_limits_are_told_as_they_are_typed(limit: float, kl_share: float | None, said: str) -> None:
+    assert told_limit(limit, kl_share) == said
