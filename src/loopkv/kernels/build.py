@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loopkv.errors import LoopKVError, UnsupportedError
+from loopkv.records import environment_of_others
 
 _HERE = Path(__file__).resolve().parent
 SOURCES = _HERE / "csrc"
@@ -212,7 +213,11 @@ def find_compiler() -> str | None:
 @functools.cache
 def _compiler_version(compiler: str) -> str:
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        command = [compiler, "--version"]
+        told = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60, env=environment_of_others()
+        )
+        return told.stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise LoopKVError("CUDA compiler", got=str(error)[:200], wanted=f"{compiler} --version to run") from None
 
@@ -232,7 +237,8 @@ def compile_to(build: Build, target: Path, compiler: str) -> None:
     handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     os.close(handle)
     try:
-        result = subprocess.run(build_command(build, Path(aside), compiler), capture_output=True, text=True)
+        command = build_command(build, Path(aside), compiler)
+        result = subprocess.run(command, capture_output=True, text=True, env=environment_of_others())
         if result.returncode != 0:
             lines = [line for line in result.stderr.splitlines() if "error" in line or "fatal" in line]
             raise LoopKVError(
