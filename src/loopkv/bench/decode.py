@@ -22,7 +22,7 @@ from typing import Any
 from loopkv.artifacts import Fingerprint
 from loopkv.artifacts.hashing import handed_on
 from loopkv.artifacts.storage import write_atomically
-from loopkv.bench.arms import EngineArm
+from loopkv.bench.arms import EngineArm, file_name
 from loopkv.errors import LoopKVError
 from loopkv.records import Record, append_records, make_record, read_records
 
@@ -242,7 +242,7 @@ def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
 
 
 def _run_arm(settings: DecodeSettings, arm: EngineArm, rows: tuple[tuple[int, str], ...], say: Say) -> None:
-    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in arm.label)
+    name = file_name(arm.label)
     job_file, log = settings.work / f"{name}.job.json", settings.work / f"{name}.log"
     place = {
         "arm": arm.label,

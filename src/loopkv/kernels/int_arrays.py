@@ -14,9 +14,14 @@ Ints = NDArray[np.int32]
 _ALIGN = 4  # integers: 16 bytes
 
 
+def _room(size: int) -> int:
+    """Integers that an array of ``size`` takes up among packed ones."""
+    return size + -size % _ALIGN
+
+
 def _packed(arrays: Sequence[Ints]) -> Tensor:
     """The arrays one after the other on the host."""
-    padded = [np.pad(array.ravel(), (0, -array.size % _ALIGN)) for array in arrays]
+    padded = [np.pad(array.ravel(), (0, _room(array.size) - array.size)) for array in arrays]
     return torch.from_numpy(np.concatenate(padded))
 
 
@@ -26,7 +31,7 @@ def _views(data: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     for shape in shapes:
         size = int(np.prod(shape))
         views.append(data[begin : begin + size].view(shape))
-        begin += size + -size % _ALIGN
+        begin += _room(size)
     return views
 
 
@@ -51,7 +56,7 @@ class FixedArrays:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         self._shapes = tuple(shapes)
-        size = sum(int(np.prod(shape)) + -int(np.prod(shape)) % _ALIGN for shape in shapes)
+        size = sum(_room(int(np.prod(shape))) for shape in shapes)
         self._data = torch.zeros(size, dtype=torch.int32, device=device)
         self.views = _views(self._data, self._shapes)
 

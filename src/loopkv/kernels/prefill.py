@@ -357,13 +357,10 @@ class Prefill:
 
     def _write_history(self, cell: CellDescriptor, k: Tensor, v: Tensor, step: StepView, group: Group) -> None:
         """Scratch of the group, and its pages that leave the window inside their own chunk."""
-        scratch = self.scratch
-        offsets = k.stride(0), cell.history_offset_bytes, cell.window_offset_bytes
-        tables = step.pool, step.history_table, step.window_table
-        strides = step.history_table.stride(0), step.window_table.stride(0)
         if len(group.encode_tasks):
             # With more new tokens than the window no cell shares: prefill mode "fast" is not served on a GPU.
             assert cell.owns_history
+            scratch, (tables, places) = self.scratch, _in_pool(cell, k, step)
             self._encode[cell.bits](
                 (self.heads, len(group.encode_tasks), 1),
                 *tables,
@@ -374,8 +371,7 @@ class Prefill:
                 scratch.coded_k,
                 scratch.coded_v,
                 self.counters,
-                *offsets,
-                *strides,
+                *places,
             )
         self._expand_tasks(cell, k, v, step, group, group.expand_tasks)
 
@@ -385,12 +381,10 @@ class Prefill:
         """History decoded and exact tokens copied, as the tasks say."""
         if not len(tasks):
             return
-        scratch = self.scratch
+        scratch, (tables, places) = self.scratch, _in_pool(cell, k, step)
         self._expand[cell.bits](
             (self._expand_programs, len(tasks), 1),
-            step.pool,
-            step.history_table,
-            step.window_table,
+            *tables,
             tasks,
             group.info,
             k,
@@ -399,11 +393,7 @@ class Prefill:
             scratch.coded_v,
             scratch.exact_k,
             scratch.exact_v,
-            k.stride(0),
-            cell.history_offset_bytes,
-            cell.window_offset_bytes,
-            step.history_table.stride(0),
-            step.window_table.stride(0),
+            *places,
         )
 
     def _write_out(
@@ -438,3 +428,10 @@ class Prefill:
             group.last - group.first,
             1.0 / math.sqrt(self.dim),
         )
+
+
+def _in_pool(cell: CellDescriptor, k: Tensor, step: StepView) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Pool and tables as the kernels take them, and last among their arguments the distances and offsets in these."""
+    tables = step.pool, step.history_table, step.window_table
+    strides = step.history_table.stride(0), step.window_table.stride(0)
+    return tables, (k.stride(0), cell.history_offset_bytes, cell.window_offset_bytes, *strides)
