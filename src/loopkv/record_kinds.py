@@ -299,3 +299,9 @@ def markdown_table() -> str:
         optional = ", ".join(f"`{key}`" for key in kind.optional) or "-"
         lines.append(f"| `{kind.name}` | {kind.unit or '-'} | {required} | {optional} | {kind.meaning} |")
     return "\n".join(lines)
+
+
+def ignores_eos(record: Record) -> bool:
+    """Whether a ladder's answers ran to their full length: as its Record says, or where it does not, its command."""
+    said = record.settings.get("ignore_eos")
+    return said if isinstance(said, bool) else "--natural-end" not in record.command.split()

@@ -70,9 +70,42 @@ def test_step_time_fit_recovers_the_constants_behind_the_rows() -> None:
 
 
 def test_capacity_says_when_the_lowest_rung_fails() -> None:
-    table = tables(records_page(slo_records()))["Capacity (req/s)"]
-    bf16 = next(row for row in table.rows if row[0] == "bf16")
-    assert bf16[-1] == "<0.04"
+    place = "Ouro-1.4B geometry, Synthetic GPU 96 GB, workload abcdef, answers of full length"
+    table = tables(records_page(slo_records()))[f"Capacity in req/s ({place})"]
+    assert table.columns == ("TPOT (k x tau0)", "TTFT", "kivi4", "LoopKV-M", "bf16", "seed")
+    assert table.rows[0] == ("55.8 ms (3 x 18.6)", "10 s", "0.06", "0.11", "<0.04", "101")
+
+
+def test_ladders_of_either_length_of_answers_stand_beside_each_other() -> None:
+    """The same arms, rates and bounds once with answers of full length and once with answers that end by themselves."""
+
+    def ending(r: Record, how: bool | str) -> Record:
+        if isinstance(how, str):  # an older Record tells by its command only
+            return r.model_copy(update={"command": how, "date": "2026-02-01T00:00:00+00:00"})
+        return r.model_copy(update={"settings": {**r.settings, "ignore_eos": how}, "value": 0.5})
+
+    kinds = ("slo.attainment", "slo.capacity", "slo.capacity_ratio")
+    full = [r for r in slo_records() if r.what in kinds]
+    for natural in (False, "loopkv bench slo work.jsonl --natural-end"):
+        page = records_page([*full, *(ending(r, natural) for r in full)])
+        first, second = (f for f in page.figures if f.key.startswith("slo"))
+        assert first.key != second.key and first.png_title.startswith("Attainment: TTFT")
+        assert first.place.endswith("Synthetic GPU 96 GB, workload abcdef, answers of full length")
+        assert second.title.startswith("Attainment, answers that end by themselves: TTFT")
+        assert second.png_title.endswith(second.place) and second.place.endswith("answers that end by themselves")
+        shown = tables(page)
+        for title in ("Capacity in req/s", "First failing rung", "Ratios of capacities"):
+            assert len([one for one in shown if one.startswith(title)]) == 2
+        assert "Records without a row of their own" not in shown
+
+
+def test_measured_ladders_come_before_simulated_ones_and_each_says_what_it_is() -> None:
+    rows = slo_records()
+    simulated = [r for r in rows if r.what.startswith("simulate.")]
+    page = records_page([*simulated, *(r for r in rows if not r.what.startswith("simulate."))])
+    titles = [f.png_title for f in page.figures if f.key.startswith("slo")]
+    assert titles[0].startswith("Attainment: ") and "Synthetic GPU 96 GB" in titles[0]
+    assert titles[1].startswith("Simulated attainment: ") and "simulated H200" in titles[1]
 
 
 def test_ladders_are_drawn_at_the_main_objective_and_tabled_at_all() -> None:
@@ -241,6 +274,11 @@ def test_kernel_figures_name_what_differs() -> None:
     assert first.alt == "int4, 1 x 16,384: 90%; int4, 32 x 16,384: 80%; int4, 32 x 16,384, D 96, 55 kv heads: 70%."
     assert "at D 128, kv heads 16, G 1" in first.explanation and "20%" in first.explanation
     assert second.alt == "int4, 32 x 16,384: 60%." and "V precision" not in second.explanation
+    again = [
+        kernel_row("kernel.bandwidth_share", share, 1, "v", "b", tau=tau) for share, tau in ((0.7, None), (0.8, 14))
+    ]
+    (figure,) = (f for f in records_page(again).figures if f.key.startswith("kernel"))
+    assert figure.alt == "int4, 32 x 16,384: 70%; int4, 32 x 16,384, tau 14: 80%."
 
 
 def test_the_command_drawn_by_repeats_the_arguments_quoted_for_a_shell(results: Path, tmp_path: Path) -> None:

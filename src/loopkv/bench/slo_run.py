@@ -50,7 +50,7 @@ from loopkv.bench.slo import (
 )
 from loopkv.bench.workload import Request, workload_sha256
 from loopkv.errors import LoopKVError
-from loopkv.record_kinds import RECORD_KINDS
+from loopkv.record_kinds import RECORD_KINDS, ignores_eos
 from loopkv.records import Record, append_records, make_record, read_records
 from loopkv.vllm_plugin.command import serve_command, vllm_executable
 from loopkv.vllm_plugin.server import starting_server
@@ -273,7 +273,7 @@ class _Run:
         plan = self.plans[arm.label]
         if record.plan_sha256 != (None if plan is None else plan.sha256):
             return None
-        return _Cell(arm, record.seed, float(rate)) if _ignores_eos(record) == self.settings.ignore_eos else None
+        return _Cell(arm, record.seed, float(rate)) if ignores_eos(record) == self.settings.ignore_eos else None
 
     def times_of(self, record: Record, where: str) -> tuple[RequestTimes, ...]:
         """The requests of a cell, checked against the workload.
@@ -836,18 +836,12 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and 0 <= value <= MAX_NUMBER
 
 
-def _ignores_eos(record: Record) -> bool:
-    """Whether answers ran to their full length: as the Record says, or where it does not yet, its command."""
-    said = record.settings.get("ignore_eos")
-    return said if isinstance(said, bool) else "--natural-end" not in record.command.split()
-
-
 def _score_place(record: Record) -> tuple[str, str | None]:
     """What a score is a score of: its ladder, and its rung. A tau0 that is given is part of it, one measured is not."""
     s = record.settings
     keys = ["workload", "server", "arm", "baseline", "tau0_rule", "k", "ttft_s"]
     keys += ["tau0_ms"] if s.get("tau0_rule") == "given" else []
-    ladder = [record.what, record.model, record.weights_sha256, *_place_of(record), record.seed, _ignores_eos(record)]
+    ladder = [record.what, record.model, record.weights_sha256, *_place_of(record), record.seed, ignores_eos(record)]
     rung = s.get("rate_per_s")
     return json.dumps([*ladder, *map(s.get, keys)]), None if rung is None else json.dumps(rung)
 

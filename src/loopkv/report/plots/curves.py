@@ -55,24 +55,25 @@ def curves(
             axes.axhline(horizontal[0], color=theme.muted, linewidth=0.9, linestyle=":")
             axes.annotate(
                 horizontal[1],
-                (0.01, horizontal[0]),
+                (1, horizontal[0]),  # beside the axes: no line of data runs through it
                 xycoords=("axes fraction", "data"),
-                xytext=(0, 2),
+                xytext=(3, 0),
                 textcoords="offset points",
                 fontsize=7.5,
                 color=theme.muted,
+                va="center",
             )
         if vertical is not None:
             axes.axvline(vertical[0], color=theme.muted, linewidth=0.9, linestyle=":")
             axes.annotate(
                 vertical[1],
-                (vertical[0], 0.02),
+                (vertical[0], 1),  # above the axes, for the same reason
                 xycoords=("data", "axes fraction"),
-                xytext=(3, 0),
+                xytext=(0, 2),
                 textcoords="offset points",
                 fontsize=7.5,
                 color=theme.muted,
-                rotation=90,
+                ha="center",
                 va="bottom",
             )
         set_scales(axes, log_x, log_y)
@@ -81,8 +82,8 @@ def curves(
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         names = [one.name for one in series if one.name]
-        if len(names) > 1:
+        if names:
             axes.figure.legend(loc="outside lower center", ncols=2 if max(map(len, names)) > 14 else 3)
-        draw_labels(axes, labels)
+        draw_labels(axes, labels, theme.paper)
 
     return Drawing(WIDTH_IN, height_in + 0.17 * math.ceil(len(series) / 2), draw)

@@ -46,14 +46,24 @@ def _share_column(one: Box, other: Box) -> bool:
     return one.left < other.right and other.left < one.right
 
 
-def draw_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write texts ``(x, y, text, colour)`` beside points of finished axes (scales, limits and legend are set)."""
+def draw_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], paper: str) -> None:
+    """Write texts ``(x, y, text, colour)`` beside points of finished axes (scales, limits and legend are set).
+
+    Lines and marks that run behind a text are covered with ``paper``, nearly.
+    """
     shown = [label for label in labels if label[2]]
     if not shown:
         return
     texts = [
         axes.annotate(
-            text, (x, y), textcoords="offset points", xytext=OFFSET_POINTS, fontsize=7.5, color=colour, zorder=4
+            text,
+            (x, y),
+            textcoords="offset points",
+            xytext=OFFSET_POINTS,
+            fontsize=7.5,
+            color=colour,
+            zorder=4,
+            bbox={"facecolor": paper, "edgecolor": "none", "alpha": 0.7, "pad": 0.3},
         )
         for x, y, text, colour in shown
     ]

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from loopkv.record_kinds import ignores_eos
 from loopkv.records import Record
 from loopkv.report.plots import short_number
 
@@ -13,8 +14,8 @@ _Key = TypeVar("_Key")
 MAX_COMMANDS = 3
 BASELINE_ARMS = ("bf16", "stock", "bf16-stock", "BF16")
 
-_SLO = ("arm", "rate_per_s", "tau0_ms", "k", "ttft_s", "workload", "gpu")
-_CAPACITY = ("arm", "tau0_ms", "k", "ttft_s", "workload", "gpu")
+_SLO = ("arm", "rate_per_s", "tau0_ms", "k", "ttft_s", "workload", "gpu", "ignore_eos")
+_CAPACITY = ("arm", "tau0_ms", "k", "ttft_s", "workload", "gpu", "ignore_eos")
 PLACES: dict[str, tuple[str, ...]] = {
     "decode.step_ms": ("arm", "context_tokens", "batch"),
     "decode.ttft_ms": ("arm", "context_tokens"),
@@ -25,7 +26,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "slo.tau0_ms": ("arm", "tau0_rule", "workload"),
     "slo.attainment": _SLO,
     "slo.capacity": _CAPACITY,
-    "slo.capacity_ratio": ("arm", "baseline", "tau0_ms", "k", "ttft_s", "workload"),
+    "slo.capacity_ratio": ("arm", "baseline", "tau0_ms", "k", "ttft_s", "workload", "ignore_eos"),
     "simulate.attainment": _SLO,
     "simulate.capacity": _CAPACITY,
     "quality.kl_nats": ("arm", "documents", "activations"),
@@ -78,7 +79,7 @@ def latest(records: Iterable[Record], *keys: str) -> list[Record]:
     """
     last: dict[tuple[Any, ...], Record] = {}
     for record in records:
-        place = (record.model, *(str(record.settings.get(key)) for key in keys))
+        place = (record.model, *(_part(record, key) for key in keys))
         if place not in last or record.date >= last[place].date:
             last[place] = record
     return list(last.values())
@@ -95,7 +96,12 @@ def place_of(record: Record) -> tuple[Any, ...] | None:
         told_apart.append(text(record, "gpu") if record.what.startswith("simulate.") else record.hardware)
     if record.what.startswith(_PER_SEED):
         told_apart.append(record.seed)
-    return (*told_apart, *(str(record.settings.get(key)) for key in keys))
+    return (*told_apart, *(_part(record, key) for key in keys))
+
+
+def _part(record: Record, key: str) -> str:
+    """One setting of a place; whether answers ran to their full length is known of every Record."""
+    return str(ignores_eos(record) if key == "ignore_eos" else record.settings.get(key))
 
 
 def replaced(records: Iterable[Record]) -> list[Record]:

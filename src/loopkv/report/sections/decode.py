@@ -390,6 +390,7 @@ def _breakdown(records: Sequence[Record]) -> list[Figure]:
     for (model, hardware, context), group in grouped(
         rows, lambda r: (r.model or "", r.hardware, int(r.settings["context_tokens"]))
     ).items():
+        where = ", ".join(part for part in (model, hardware) if part)
         chosen = latest(group, *PLACES["decode.component_us"])
         cells = list(dict.fromkeys((text(r, "arm"), int(r.settings["batch"])) for r in chosen))
         components = list(dict.fromkeys(text(r, "component") for r in chosen))
@@ -404,10 +405,10 @@ def _breakdown(records: Sequence[Record]) -> list[Figure]:
             Figure(
                 key=slug("breakdown", model, hardware, context),
                 title=f"Where a decode step goes, {context:,} tokens",
-                explanation=f"GPU time of one decode step by component ({hardware}); the number is the sum in ms.",
+                explanation=f"{where}. GPU time of one decode step by component; the number is the sum in ms.",
                 alt="; ".join(f"{name}: {total:.3g} ms" for name, total in zip(names, totals, strict=True)) + ".",
                 command=command(group),
-                place=", ".join(part for part in (model, hardware) if part),
+                place=where,
                 drawing=bars(names, shown, "GPU time per step (ms)", texts=[f"{total:.3g}" for total in totals]),
                 data=table_of(
                     "GPU time per step (ms)",

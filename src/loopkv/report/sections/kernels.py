@@ -80,11 +80,14 @@ def _figure(hardware: str, kernel: str, shares: Sequence[_Drawn]) -> Figure:
     hots = {place[5] for place, _ in shares}
     at = {key: index for index, key in enumerate(_PLACE)}
     batch, context = at["batch"], at["context_tokens"]
+    differing = {key for key in ("tau", "seed_mode") if len({place[at[key]] for place, _ in shares}) > 1}
 
     def label(place: _Place) -> str:
         name = f"{place[1]}, " if place[1] else ""
         name += f"{place[batch]} x {_thousands(place[context])}"
         name += f", hot {place[5]}" if place[5] and len(hots) > 1 else ""
+        told_apart = ((f"tau {place[at['tau']]}", "tau"), (f"{place[at['seed_mode']]} seed", "seed_mode"))
+        name += "".join(f", {said}" for said, key in told_apart if place[at[key]] and key in differing)
         parts = [
             text_of.format(value)
             for text_of, value, usual in zip(("D {}", "{} kv heads", "G {}"), place[2:5], common, strict=True)
@@ -100,8 +103,8 @@ def _figure(hardware: str, kernel: str, shares: Sequence[_Drawn]) -> Figure:
     hot = f" V precision reads both value planes of {float(min(hots)):.0%} of the history." if _one_hot(hots) else ""
     return Figure(
         key=slug("kernel", hardware, kernel),
-        title=f"{kernel}: bytes moved, as a share of the copy bandwidth",
-        explanation=f"100% is what a plain copy reaches in the same run ({hardware}). {told}{hot}",
+        title=f"Kernel {kernel}: share of the copy bandwidth",
+        explanation=f"{hardware}. Bytes moved; 100% is what a plain copy reaches in the same run. {told}{hot}",
         alt="; ".join(f"{n}: {v:.0f}%" for n, v in zip(names, values, strict=True)).replace("\n", ", ") + ".",
         command=command([kinds["kernel.bandwidth_share"] for _, kinds in ordered]),
         place=hardware,

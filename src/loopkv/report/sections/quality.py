@@ -236,7 +236,7 @@ def task_section(records: Sequence[Record]) -> Section | None:
         blocks.append(
             Figure(
                 key=slug("tasks", suite),
-                title=f"{suite}: score by task",
+                title=f"Scores by task: {suite}",
                 explanation="Mean score with its 95% interval where the record has one.",
                 alt=f"{told}.",
                 command=command(group),

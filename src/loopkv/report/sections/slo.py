@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from loopkv.record_kinds import ignores_eos
 from loopkv.records import Record
 from loopkv.report.page import Figure, Section, Table, table_of
 from loopkv.report.plots import Series, curves
@@ -26,38 +28,64 @@ ATTAINMENT_RULE = 0.95
 DRAWN_BOUNDS = (3.0, 10.0)  # k and TTFT of the paper's main objective; the others are in a table
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What one ladder stands for beside its arm and bounds."""
+
+    simulated: bool
+    model: str
+    hardware: str
+    workload: str
+    full_length: bool
+
+    @property
+    def where(self) -> str:
+        """Hardware, said to be simulated where it is."""
+        return f"simulated {self.hardware}".strip() if self.simulated else self.hardware
+
+    @property
+    def answers(self) -> str:
+        """How long answers are."""
+        return "answers of full length" if self.full_length else "answers that end by themselves"
+
+    @property
+    def text(self) -> str:
+        """All of it, for captions and titles."""
+        workload = f"workload {self.workload[:6]}" if self.workload else ""
+        return ", ".join(part for part in (self.model, self.where, workload, self.answers) if part)
+
+
 def slo_section(records: Sequence[Record]) -> Section | None:
-    """Everything of ``slo.*`` and ``simulate.*``."""
-    blocks: list[Figure | Table] = []
+    """Everything of ``slo.*`` and ``simulate.*``: measured ladders, then simulated ones."""
     attained = _unique(of_kind(records, "slo.attainment", "simulate.attainment"), PLACES["slo.attainment"])
+    capacities = _unique(_kinds(records, "slo.capacity", "simulate.capacity"), PLACES["slo.capacity"])
     arms = arms_of(attained)
-    for (workload, hardware, tau0_ms), group in grouped(
-        attained, lambda r: (text(r, "workload"), _where(r), float(r.settings["tau0_ms"]))
-    ).items():
-        by_bounds = grouped(group, _bounds)
-        shown = next((b for b in by_bounds if b[:2] == DRAWN_BOUNDS), next(iter(by_bounds)))
-        blocks.append(_ladder(shown, workload, hardware, by_bounds[shown], arms))
-        if len(by_bounds) > 1:
-            blocks.append(_all_bounds_table(group, list(by_bounds), hardware, tau0_ms))
+    blocks: list[Figure | Table] = []
+    for place, rows in _by_place(attained).items():
+        for tau0_ms, group in grouped(rows, lambda r: float(r.settings["tau0_ms"])).items():
+            by_bounds = grouped(group, _bounds)
+            shown = next((b for b in by_bounds if b[:2] == DRAWN_BOUNDS), next(iter(by_bounds)))
+            blocks.append(_ladder(shown, place, by_bounds[shown], arms))
+            if len(by_bounds) > 1:
+                blocks.append(_all_bounds_table(group, sorted(by_bounds), place, tau0_ms))
     blocks.sort(key=lambda block: isinstance(block, Table))
-    blocks += _capacity_tables(records)
-    misses = _misses(attained)
-    blocks += [misses] if misses is not None else []
-    ratios = of_kind(records, "slo.capacity_ratio")
-    if ratios:
-        blocks.append(_ratio_table(ratios))
-    tau0 = latest(of_kind(records, "slo.tau0_ms"), *PLACES["slo.tau0_ms"])
+    blocks += [_capacity_table(place, rows) for place, rows in _by_place(capacities).items()]
+    blocks += [table for place, rows in _by_place(attained).items() if (table := _misses(place, rows)) is not None]
+    ratios = _unique(of_kind(records, "slo.capacity_ratio"), PLACES["slo.capacity_ratio"])
+    blocks += [_ratio_table(place, rows) for place, rows in _by_place(ratios).items()]
+    tau0 = _unique(of_kind(records, "slo.tau0_ms"), PLACES["slo.tau0_ms"])
     if tau0:
         blocks.append(
             table_of(
                 "tau0",
-                ("rule", "arm", "context (tokens)", "tau0 ms", "hardware"),
+                ("rule", "arm", "tau0 ms", "context (tokens)", "model", "hardware"),
                 [
                     (
                         text(r, "tau0_rule"),
                         text(r, "arm"),
-                        figures_of(number(r, "context_tokens"), 6),
                         figures_of(r.value),
+                        "-" if (tokens := number(r, "context_tokens")) is None else f"{tokens:,.0f}",
+                        r.model or "-",
                         r.hardware,
                     )
                     for r in tau0
@@ -75,22 +103,34 @@ def slo_section(records: Sequence[Record]) -> Section | None:
     return Section("slo", "Goodput under a latency objective", lead, tuple(blocks))
 
 
+def _kinds(records: Sequence[Record], *names: str) -> list[Record]:
+    """Records of the named kinds, also without a value."""
+    return [record for record in records if record.what in names]
+
+
 def _unique(records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     """The last record of each place, kind and seed."""
     return [
         record
-        for group in grouped(records, lambda r: (r.what, r.seed, _where(r))).values()
+        for group in grouped(records, lambda r: (r.what, r.seed, r.hardware)).values()
         for record in latest(group, *keys)
     ]
 
 
+def _place(record: Record) -> _Place:
+    simulated = record.what.startswith("simulate.")
+    hardware = text(record, "gpu") if simulated else record.hardware
+    return _Place(simulated, record.model or "", hardware, text(record, "workload"), ignores_eos(record))
+
+
+def _by_place(records: Sequence[Record]) -> dict[_Place, list[Record]]:
+    """Records by the ladder they belong to, measured ones first."""
+    groups = grouped(records, _place)
+    return {place: groups[place] for place in sorted(groups, key=lambda place: place.simulated)}
+
+
 def _bounds(record: Record) -> tuple[float, float, float]:
     return (float(record.settings["k"]), float(record.settings["ttft_s"]), float(record.settings["tau0_ms"]))
-
-
-def _where(record: Record) -> str:
-    gpu = text(record, "gpu")
-    return f"simulated {gpu}" if record.what.startswith("simulate.") and gpu else record.hardware
 
 
 def _bound_text(bounds: tuple[float, float, float]) -> str:
@@ -98,16 +138,14 @@ def _bound_text(bounds: tuple[float, float, float]) -> str:
     return f"TTFT <= {ttft:g} s, TPOT <= {k:g} x {tau0:.4g} ms = {k * tau0:.4g} ms"
 
 
-def _ladder(
-    bounds: tuple[float, float, float], workload: str, hardware: str, rows: Sequence[Record], arms: Sequence[str]
-) -> Figure:
+def _ladder(bounds: tuple[float, float, float], place: _Place, rows: Sequence[Record], arms: Sequence[str]) -> Figure:
     series = []
     lines = []
     told = []
-    for (arm, what, seed), group in grouped(rows, lambda r: (text(r, "arm"), r.what, r.seed)).items():
+    simulated = place.simulated
+    for (arm, seed), group in grouped(rows, lambda r: (text(r, "arm"), r.seed)).items():
         ordered = sorted(group, key=lambda r: float(r.settings["rate_per_s"]))
-        simulated = what.startswith("simulate.")
-        seeds = list(dict.fromkeys(r.seed for r in rows if text(r, "arm") == arm and r.what == what))
+        seeds = list(dict.fromkeys(r.seed for r in rows if text(r, "arm") == arm))
         tail = " (simulated)" if simulated else ""
         name = arm + (f", seed {seed}" if len(seeds) > 1 else "") + tail
         legend = "" if seed != seeds[0] else arm + (f" ({len(seeds)} seeds)" if len(seeds) > 1 else "") + tail
@@ -137,20 +175,23 @@ def _ladder(
             for r in ordered
         ]
     k, ttft, tau0 = bounds
+    kind = ("Simulated attainment" if simulated else "Attainment") + ("" if place.full_length else f", {place.answers}")
+    ends = () if place.full_length else ("natural",)
     return Figure(
-        key=slug("slo", hardware, workload[:6], k, ttft, f"{tau0:.3f}"),
-        title=f"Attainment, {_bound_text(bounds)}",
+        key=slug("slo", place.model, place.where, place.workload[:6], *ends, k, ttft, f"{tau0:.3f}"),
+        title=f"{kind}: {_bound_text(bounds)}",
         explanation=(
-            "Share of requests in the objective at each arrival rate; an arm's capacity is its last rung before the "
-            f"line falls below {ATTAINMENT_RULE:.0%}." + (f" {hardware}." if hardware else "")
+            f"{place.text}. Share of requests in the objective at each arrival rate; an arm's capacity is its last "
+            f"rung before the line falls below {ATTAINMENT_RULE:.0%}."
         ),
         alt="; ".join(told) + ".",
         command=command(rows),
+        place=place.text,
         drawing=curves(
             series,
             "arrival rate (req/s)",
             "attainment",
-            horizontal=(ATTAINMENT_RULE, f"{ATTAINMENT_RULE:.0%} rule"),
+            horizontal=(ATTAINMENT_RULE, f"{ATTAINMENT_RULE:.0%}"),
             y_limits=(min(0.5, *(v for one in series for v in one.y)) - 0.03, 1.02),
         ),
         data=table_of("Rungs", ("arm", "req/s", "attainment", "scored", "preemptions"), lines),
@@ -158,49 +199,44 @@ def _ladder(
 
 
 def _all_bounds_table(
-    rows: Sequence[Record], bounds: Sequence[tuple[float, float, float]], hardware: str, tau0: float
+    rows: Sequence[Record], bounds: Sequence[tuple[float, float, float]], place: _Place, tau0: float
 ) -> Table:
     """Attainment of every rung under every bound at one tau0."""
     lines = []
-    for (arm, what, seed, rate), group in grouped(
-        rows, lambda r: (text(r, "arm"), r.what, r.seed, float(r.settings["rate_per_s"]))
+    for (arm, seed, rate), group in grouped(
+        rows, lambda r: (text(r, "arm"), r.seed, float(r.settings["rate_per_s"]))
     ).items():
         at = {_bounds(r): float(r.value or 0) for r in group}
-        name = arm + (" (simulated)" if what.startswith("simulate.") else "")
         seed_text = "-" if seed is None else str(seed)
-        lines.append((name, seed_text, f"{rate:.4g}", *(f"{at[b]:.3f}" if b in at else "-" for b in bounds)))
+        lines.append((arm, seed_text, f"{rate:.4g}", *(f"{at[b]:.3f}" if b in at else "-" for b in bounds)))
     names = [f"{k:g} tau0\nTTFT {ttft:g} s" for k, ttft, _ in bounds]
-    title = f"Attainment under every bound, tau0 {tau0:.4g} ms" + (f" ({hardware})" if hardware else "")
+    title = f"Attainment under every bound, tau0 {tau0:.4g} ms ({place.text})"
     return table_of(title, ("arm", "seed", "req/s", *names), lines)
 
 
-def _capacity_tables(records: Sequence[Record]) -> list[Table]:
-    rows = [r for r in records if r.what in ("slo.capacity", "simulate.capacity")]
-    rows = [
-        record
-        for group in grouped(rows, lambda r: (r.what, r.seed, _where(r))).values()
-        for record in latest(group, *PLACES["slo.capacity"])
-    ]
-    if not rows:
-        return []
-    bounds = sorted({_bounds(r) for r in rows}, key=lambda b: (b[2], b[1], b[0]))
+def _capacity_table(place: _Place, rows: Sequence[Record]) -> Table:
+    """Capacities of all arms, a row for each pair of bounds: a phone shows them without scrolling."""
+    arms = arms_of(rows)
     lines = []
-    for (arm, what, seed, where), group in grouped(rows, lambda r: (text(r, "arm"), r.what, r.seed, _where(r))).items():
-        at = {_bounds(r): r for r in group}
-        kind = "simulated" if what.startswith("simulate.") else "measured"
+    order = sorted(grouped(rows, lambda r: (*reversed(_bounds(r)), r.seed or 0)).items(), key=lambda one: one[0])
+    for (tau0, ttft, k, _), group in order:
+        at = {text(r, "arm"): r for r in group}
+        seed = group[0].seed
         lines.append(
-            (arm, kind, "-" if seed is None else str(seed), where, *(_capacity_text(at.get(b)) for b in bounds))
+            (
+                f"{k * tau0:.4g} ms ({k:g} x {tau0:.4g})",
+                f"{ttft:g} s",
+                *(_capacity_text(at.get(arm)) for arm in arms),
+                "-" if seed is None else str(seed),
+            )
         )
-    names = [f"{k:g} tau0, TTFT {ttft:g} s\n(tau0 {tau0:.4g} ms)" for k, ttft, tau0 in bounds]
-    return [
-        table_of(
-            "Capacity (req/s)",
-            ("arm", "how", "seed", "hardware", *names),
-            lines,
-            "Highest rate tested with at least 95% attainment before the first rung below it; < means that the lowest "
-            "rung fails, >= that no rung fails or that a rate below the first failing rung was not tested.",
-        )
-    ]
+    return table_of(
+        f"{'Simulated capacity' if place.simulated else 'Capacity'} in req/s ({place.text})",
+        ("TPOT (k x tau0)", "TTFT", *arms, "seed"),
+        lines,
+        "Highest rate tested with at least 95% attainment before the first rung below it; < means that the lowest "
+        "rung fails, >= that no rung fails or that a rate below the first failing rung was not tested.",
+    )
 
 
 def _capacity_text(record: Record | None) -> str:
@@ -213,12 +249,10 @@ def _capacity_text(record: Record | None) -> str:
     return f"{'>=' if at_least else ''}{record.value:.4g}"
 
 
-def _misses(rows: Sequence[Record]) -> Table | None:
+def _misses(place: _Place, rows: Sequence[Record]) -> Table | None:
     """The first failing rung of every ladder."""
     lines = []
-    for (arm, what, seed, where, bounds), group in grouped(
-        rows, lambda r: (text(r, "arm"), r.what, r.seed, _where(r), _bounds(r))
-    ).items():
+    for (arm, seed, bounds), group in grouped(rows, lambda r: (text(r, "arm"), r.seed, _bounds(r))).items():
         ordered = sorted(group, key=lambda r: float(r.settings["rate_per_s"]))
         first = next((r for r in ordered if float(r.value or 0) < ATTAINMENT_RULE), None)
         if first is None:
@@ -226,55 +260,40 @@ def _misses(rows: Sequence[Record]) -> Table | None:
         k, ttft, tau0 = bounds
         lines.append(
             (
-                arm + (" (simulated)" if what.startswith("simulate.") else ""),
-                "-" if seed is None else str(seed),
-                where,
+                arm,
                 f"{k:g} x {tau0:.4g} ms, {ttft:g} s",
                 f"{first.settings['rate_per_s']:g}",
                 f"{float(first.value or 0):.3f}",
                 *(figures_of(number(first, key), 6) for key in ("missed_ttft", "missed_tpot", "missed_both", "failed")),
                 figures_of(number(first, "preemptions"), 6),
+                "-" if seed is None else str(seed),
             )
         )
     if not lines:
         return None
-    return table_of(
-        "First failing rung",
-        (
-            "arm",
-            "seed",
-            "hardware",
-            "bounds",
-            "req/s",
-            "attainment",
-            "TTFT\nonly",
-            "TPOT\nonly",
-            "both",
-            "failed",
-            "preempted",
-        ),
-        lines,
-    )
+    columns = ("arm", "TPOT, TTFT", "req/s", "met", "TTFT\nonly", "TPOT\nonly", "both", "failed", "preempted", "seed")
+    return table_of(f"First failing rung ({place.text})", columns, lines)
 
 
-def _ratio_table(rows: Sequence[Record]) -> Table:
+def _ratio_table(place: _Place, rows: Sequence[Record]) -> Table:
     shares = sorted({key for r in rows for key in _mapping(r.settings.get("share_at_least"))}, key=float)
     lines = []
-    for r in _unique(rows, PLACES["slo.capacity_ratio"]):
+    for r in rows:
         held = _mapping(r.settings.get("share_at_least"))
+        k, ttft, tau0 = _bounds(r)
         lines.append(
             (
                 f"{text(r, 'arm')} / {text(r, 'baseline')}",
-                "-" if r.seed is None else str(r.seed),
-                _bound_text(_bounds(r)),
                 "-" if r.value is None else f"{r.value:.2f}x",
                 interval(r.settings.get("ci95")),
                 *("-" if key not in held else f"{float(held[key]):.0%}" for key in shares),
+                f"{k:g} x {tau0:.4g} ms, {ttft:g} s",
+                "-" if r.seed is None else str(r.seed),
             )
         )
     return table_of(
-        "Ratios of capacities",
-        ("arms", "seed", "bounds", "ratio", "95% interval", *(f"draws with\n>= {key}x" for key in shares)),
+        f"Ratios of capacities ({place.text})",
+        ("arms", "ratio", "95% interval", *(f"draws with\n>= {key}x" for key in shares), "TPOT, TTFT", "seed"),
         lines,
         "Scored requests resampled with replacement in every rung of both arms; a draw in which no rung fails counts "
         "its highest rung. No ratio stands where the lowest rung of either fails, or none of the baseline's.",
