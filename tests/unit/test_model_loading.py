@@ -1,5 +1,6 @@
 """Checkpoint folders are hostile input: each fault is one sentence that names it."""
 
+import hashlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from loopkv import reference
 from loopkv.errors import LoopKVError, ModelFormatError, UnsupportedError
@@ -38,6 +40,24 @@ def test_the_reference_model_loads_in_every_dtype():
         model = load_model(reference.model_folder(), dtype)
         assert model.embed(torch.zeros(1, 2, dtype=torch.int64)).dtype == dtype
     assert len(model.geometry.cells) == 16
+
+
+def test_the_fingerprint_follows_the_tokens_of_a_tokenizer_and_not_the_spaces_of_its_file(folder):
+    """The digest is that of the file as Hugging Face's ``tokenizers`` writes it, which older plans hold."""
+    file = folder / "tokenizer.json"
+    written_by_library = Tokenizer.from_file(str(file)).to_str(pretty=True)
+    expected = hashlib.sha256(written_by_library.encode()).hexdigest()
+    assert fingerprint_model(reference.model_folder()).tokenizer_sha256 == expected
+    assert expected == "31bece53cf47adce80386e735c511079b2fdb8d656e1fcd4b32886732791dc49"  # of results/reference/*.json
+    data = json.loads(file.read_text())
+    for text in (written_by_library, json.dumps(data), json.dumps(data, indent="\t") + "\r\n"):
+        file.write_text(text, newline="")
+        assert fingerprint_model(folder).tokenizer_sha256 == expected
+    data["model"]["merges"].reverse()
+    file.write_text(json.dumps(data))
+    assert fingerprint_model(folder).tokenizer_sha256 != expected
+    file.write_bytes(b"\xff no JSON")
+    assert fingerprint_model(folder).tokenizer_sha256 == hashlib.sha256(b"\xff no JSON").hexdigest()
 
 
 def test_the_fingerprint_follows_the_weights(folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +54,7 @@ def _open_checkpoint(folder: Path, config: OuroConfig) -> Checkpoint:
 
 
 def fingerprint_model(folder: Path | str) -> Fingerprint:
-    """Identity of the checkpoint in ``folder``: geometry, and SHA-256 of weights and tokenizer files.
+    """Identity of the checkpoint in ``folder``: geometry, and SHA-256 of its weight files and its tokenizer.
 
     Raises:
         ModelFormatError: missing or broken files, tensors missing or unknown.
@@ -66,8 +68,20 @@ def fingerprint_model(folder: Path | str) -> Fingerprint:
         name=folder.resolve().name,
         geometry=ouro_geometry(config),
         weights_sha256=hash_files(weight_files(folder)),
-        tokenizer_sha256=hash_file(tokenizer).hex() if tokenizer.is_file() else None,
+        tokenizer_sha256=_hash_tokenizer(tokenizer) if tokenizer.is_file() else None,
     )
+
+
+def _hash_tokenizer(file: Path) -> str:
+    """SHA-256 of a tokenizer as Hugging Face's ``tokenizers`` writes it, indented by two: spaces in the file, and line
+    ends, change no token. A file that is no JSON is hashed as it is (whoever needs the tokenizer refuses it).
+    """
+    raw = hash_file(file)
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return hashlib.sha256(json.dumps(data, indent=2, ensure_ascii=False).encode()).hexdigest()
+    except (OSError, ValueError, RecursionError):
+        return raw.hex()
 
 
 def load_model(
