@@ -71,7 +71,7 @@ _KINDS = (
         "tok/s",
         _DECODE,
         _DECODE_BYTES,
-        "`batch` divided by the median step",
+        "`batch` divided by the median step, in files of earlier versions: now left to the reader of `decode.step_ms`",
     ),
     RecordKind(
         "decode.ttft_ms",
@@ -92,15 +92,16 @@ _KINDS = (
         "decode.launches",
         "launches",
         _DECODE,
-        ("session",),
-        "host launches of one decode step",
+        ("spec", "engine", "slot", "contents", "session"),
+        "host launches of one decode step; its bytes are those of the step's `decode.step_ms`",
     ),
     RecordKind(
         "decode.component_us",
         "us",
         (*_DECODE, "component"),
-        ("session",),
-        "GPU time of one component (history reader, sink + window, matrix products, ...) in one decode step",
+        ("spec", "engine", "slot", "contents", "session"),
+        "GPU time of one component (history reader, sink + window, matrix products, ...) in one decode step; its bytes "
+        "are those of the step's `decode.step_ms`",
     ),
     RecordKind(
         "decode.refused",

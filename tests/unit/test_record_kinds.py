@@ -15,7 +15,7 @@ def test_the_documentation_is_the_table() -> None:
 
 
 def test_missing_settings_are_named() -> None:
-    kind = RECORD_KINDS["decode.tok_s"]
+    kind = RECORD_KINDS["decode.step_ms"]
     record = Record(what=kind.name, value=1.0, unit=kind.unit, settings={"arm": "bf16", "batch": 0})
     assert kind.missing(record) == ("context_tokens",)
 

@@ -1,6 +1,7 @@
 """Records survive a file, a torn last line, and say how they were made."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 import loopkv
 from loopkv.errors import LoopKVError
-from loopkv.records import _checkout_commit, append_records, make_record, read_records
+from loopkv.records import Record, _checkout_commit, append_records, make_record, read_records
 
 
 def test_round_trip_and_provenance(tmp_path):
@@ -21,6 +22,27 @@ def test_round_trip_and_provenance(tmp_path):
     assert record.date
     append_records(tmp_path / "a" / "r.jsonl", [record, record])
     assert list(read_records([tmp_path / "a" / "r.jsonl"])) == [record, record]
+
+
+def test_samples_keep_the_digits_that_a_measurement_has_and_every_whole_number():
+    """Six significant digits: a step of 38.119 ms to a tenth of a microsecond."""
+    samples = (38.11912345678, 1e-9 / 3, 0.0, 6_501_551_308_123.0, math.inf, -math.inf, 2.0**70)
+    record = make_record("decode.step_ms", 39.31301800000142, "ms", samples=samples)
+    assert record.samples == (38.1191, 3.33333e-10, *samples[2:])
+    assert record.value == 39.31301800000142  # the median of samples that were not rounded
+
+
+def test_a_line_leaves_out_what_holds_nothing_and_is_read_back_whole(tmp_path):
+    record = Record(what="decode.refused", value=None, unit="", samples=(1.0, 0.0, 0.5), settings={"arm": "a"})
+    assert (
+        record.to_line()
+        == '{"what":"decode.refused","value":null,"unit":"","samples":[1,0,0.5],"settings":{"arm":"a"}}\n'
+    )
+    path = tmp_path / "r.jsonl"
+    append_records(path, [record])
+    path.write_bytes(path.read_bytes() + record.model_dump_json().encode() + b"\n")  # a line of an earlier version
+    assert list(read_records([path])) == [record, record]
+    assert all(isinstance(sample, float) for one in read_records([path]) for sample in one.samples)
 
 
 def test_a_torn_last_line_is_passed_over_but_a_broken_line_is_not(tmp_path):
@@ -88,7 +110,7 @@ def test_an_invalid_line_says_where_and_what(tmp_path, line, words):
 def test_appending_after_a_torn_line_drops_it(tmp_path):
     """A run that was killed while it wrote, and run again."""
     record = make_record("x", 1.0, "s")
-    whole = record.model_dump_json() + "\n"
+    whole = record.to_line()
     path = tmp_path / "r.jsonl"
     for length in (*range(1, 9), *range(9, len(whole) - 1, 7)):
         for before in ("", whole):

@@ -207,7 +207,7 @@ def _forget_failures(settings: DecodeSettings, arm: EngineArm) -> None:
     ]
     if failed:
         kept = [r for r in known if all(r is not one for one in failed)]
-        write_atomically(settings.output, "".join(r.model_dump_json() + "\n" for r in kept).encode())
+        write_atomically(settings.output, "".join(r.to_line() for r in kept).encode())
 
 
 def engine_text(settings: DecodeSettings) -> str:
@@ -228,7 +228,7 @@ def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
         arm.load_plan(settings.identity)
     known = list(read_records([settings.output])) if settings.output.exists() else []
     if known:  # drops a torn last line
-        write_atomically(settings.output, "".join(r.model_dump_json() + "\n" for r in known).encode())
+        write_atomically(settings.output, "".join(r.to_line() for r in known).encode())
     settings.work.mkdir(parents=True, exist_ok=True)
     for arm in settings.arms:
         rows = missing_rows(settings, arm, known)

@@ -136,22 +136,21 @@ class Sweep:
             "slot": slot,
             "peak_batch": peak,
             "resident": True,
-            "mean_context_tokens": mean_context,
+            "mean_context_tokens": round(mean_context, 2),
             "stored_bytes": self.bytes.stored,
             "read_bytes": self.bytes.read,
-            "read_bytes_per_request": self.bytes.request_read(self.identity, mean_context, hot_share),
+            "read_bytes_per_request": round(self.bytes.request_read(self.identity, mean_context, hot_share)),
             "weight_bytes": float(self.job.step_parameters * self.bytes.itemsize),
-            "hot_share": hot_share,
-            "score_bits": self.requests.score_bits,
+            "hot_share": None if hot_share is None else round(hot_share, 6),
+            "score_bits": bits if (bits := self.requests.score_bits) is None else round(bits, 4),
             "generated": self.requests.generates,
         }
         median = float(np.median(steps))
         self.keep("decode.step_ms", median * 1e3, place, tuple(s * 1e3 for s in steps))
-        self.keep("decode.tok_s", batch / median, place, ())
         told = "" if hot_share is None else f", {hot_share:.1%} hot"
         print(f"{self.job.arm.label}: context {context}, batch {batch}: {median * 1e3:.3f} ms{told}", flush=True)
         if self.job.components and first and self.engine.cuda:
-            self.time_components(place)
+            self.time_components({key: place[key] for key in (*self.job.settings, "context_tokens", "batch", "slot")})
 
     def timed_steps(self, count: int) -> tuple[list[float], list[int], float | None]:
         """Seconds of ``count`` steps, the requests' tokens half way, and the share of the history read hot."""

@@ -852,7 +852,7 @@ def _cell_name(cell: _Cell) -> str:
 
 def _rewrite(path: Path, records: Sequence[Record]) -> None:
     try:
-        lines = "".join(record.model_dump_json() + "\n" for record in records).encode()
+        lines = "".join(record.to_line() for record in records).encode()
     except ValueError as error:  # half a character of UTF-16, say
         got = str(error)[:120]
         raise LoopKVError(f"cannot write {path}", got=got, hint="remove the line that holds it") from None
