@@ -97,7 +97,8 @@ ENDINGS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "ended by 
 @pytest.mark.parametrize("number", ENDINGS)
 def test_an_interrupted_profile_goes_on(tmp_path, number):
     output, journal = tmp_path / "p.json", tmp_path / "p.json.journal"
-    arguments = ["profile", MODEL, "-o", str(output), *TEXTS, "--max-tokens", "640"]  # long enough to be interrupted
+    one_by_one = ["--documents", HELDOUT, "--limit", "1", "--max-tokens", "352", "--batch", "1"]  # a line for each cell
+    arguments = ["profile", MODEL, "-o", str(output), *one_by_one]
     error = stop_when(start(*arguments, stdout=subprocess.DEVNULL), lambda: lines(journal) > 5, number)
     words = ENDINGS[number][1]
     assert error.splitlines()[-1] == f"loopkv: {words}" and "Traceback" not in error
@@ -105,6 +106,7 @@ def test_an_interrupted_profile_goes_on(tmp_path, number):
     for line in journal.read_text().splitlines():
         json.loads(line)
     kept = lines(journal) - 1
+    assert 5 <= kept < 40  # of 16 cells' int4, int2 and share, and the source cells
     again = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert Profile.load(output).provenance["resumed_measurements"] == kept
