@@ -86,7 +86,10 @@ def _figure(hardware: str, kernel: str, shares: Sequence[_Drawn]) -> Figure:
         name = f"{place[1]}, " if place[1] else ""
         name += f"{place[batch]} x {_thousands(place[context])}"
         name += f", hot {place[5]}" if place[5] and len(hots) > 1 else ""
-        told_apart = ((f"tau {place[at['tau']]}", "tau"), (f"{place[at['seed_mode']]} seed", "seed_mode"))
+        told_apart = (
+            (f"tau {place[at['tau']].removesuffix('.0')}", "tau"),
+            (f"{place[at['seed_mode']]} seed", "seed_mode"),
+        )
         name += "".join(f", {said}" for said, key in told_apart if place[at[key]] and key in differing)
         parts = [
             text_of.format(value)
