@@ -52,7 +52,7 @@ test-flow: $(STAMP) ## profile, plan, layout and engines together on small model
 
 test-engine: $(STAMP) ## the plugin inside the real vLLM engine, on the CPU
 	@echo "== engine tests: real vLLM on the CPU"
-	$(CPU_ENGINE_ENV) $(PY) -m pytest tests/engine --durations=5
+	OMP_NUM_THREADS=1 $(CPU_ENGINE_ENV) $(PY) -m pytest tests/engine -n 2 --dist loadfile --no-loadscope-reorder --durations=5
 
 test-gpu: ## kernels on a CUDA device (uses the current python3 where no environment was made)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -vv -ra -n 6

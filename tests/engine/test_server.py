@@ -183,17 +183,3 @@ def test_a_bad_plan_stops_the_command_with_one_sentence(tmp_path):
     done = subprocess.run([*command, "--plan", str(tmp_path / "none.json")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("loopkv: error: plan ") and done.stderr.count("\n") == 1
-
-
-def test_the_wrapper_adds_nothing_a_user_could_not_type(plan_files):
-    command = [str(Path(sys.executable).with_name("loopkv")), "serve", "MODEL", "--plan", plan_files["int4"]]
-    done = subprocess.run(
-        [*command, "--dry-run", "--port", "81", "--additional-config", '{"other": 1}'],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0
-    words = done.stdout.split()
-    assert words[0] == "$" and words[1].endswith("vllm") and words[2:4] == ["serve", "MODEL"]
-    assert '\'{"other": 1, "loopkv": {"plan": "' in done.stdout and done.stdout.rstrip().endswith("--port 81")

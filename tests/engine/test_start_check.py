@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,15 +56,26 @@ def test_options_alone_where_the_model_is_elsewhere() -> None:
         checked_by_vllm(["someone/a-model", *PLAN, "--portt", "1"])
 
 
-def test_the_command_says_what_was_checked_and_what_is_wrong(tmp_path: Path) -> None:
+def test_the_command_says_what_was_checked_and_adds_nothing_a_user_could_not_type(
+    tmp_path: Path, plan_files: dict[str, str]
+) -> None:
+    model, plan = shutil.copytree(model_folder(), tmp_path / "model"), plan_files["int4"]
+    command = [str(Path(sys.executable).with_name("loopkv")), "serve", str(model), "--plan", plan, "--dry-run"]
+    given = ["--port", "81", "--additional-config", '{"other": 1}']
+    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("\n") == 1
+    assert done.stderr == f"checked by vLLM: {start_check.ALL}\n"
+    words = shlex.split(done.stdout)
+    assert words[0] == "$" and words[1].endswith("vllm") and words[2:4] == ["serve", str(model)]
+    assert words[4:] == ["--additional-config", words[5], "--port", "81"]
+    assert json.loads(words[5]) == {"other": 1, "loopkv": {"plan": plan}}
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     shutil.copytree(model_folder(), tmp_path / "model")
     command = [str(Path(sys.executable).with_name("loopkv")), "serve", str(tmp_path / "model"), "--plan", "kivi4"]
-    for more, status in (((), 0), (("--pipeline-parallel-size", "2"), 1)):
-        done = subprocess.run([*command, "--dry-run", *more], capture_output=True, text=True, timeout=120)
-        assert done.returncode == status
-        if status:
-            assert done.stdout == "" and done.stderr.count("\n") == 1
-            assert done.stderr.startswith("loopkv: error: a LoopKV plan cannot be served with pipeline parallelism")
-        else:
-            assert done.stdout.startswith("$ ") and done.stdout.count("\n") == 1
-            assert done.stderr == f"checked by vLLM: {start_check.ALL}\n"
+    done = subprocess.run(
+        [*command, "--dry-run", "--pipeline-parallel-size", "2"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("loopkv: error: a LoopKV plan cannot be served with pipeline parallelism")
