@@ -304,6 +304,21 @@ def test_the_time_budget_counts_what_follows_the_last_arrival(bench: Bench, tmp_
     assert [rate for rate, _ in bench.cells] == [2.0] and some.cells_left == 1
 
 
+def test_no_server_starts_that_would_be_up_too_late(bench: Bench, tmp_path: Path) -> None:
+    run_slo(settings(tmp_path, ("stock",), rates_per_s=(4.0,)), quiet)
+    path = tmp_path / "slo.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["what"] == "slo.cell":
+            line["settings"]["server_start_s"] = 60.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # 11 requests at 2/s need 5.5 s: in time for a server that stands, too late for one that takes 60 s to start.
+    rest = run_slo(settings(tmp_path, ("stock",), rates_per_s=(2.0, 4.0), max_seconds=30.0), quiet)
+    assert len(bench.started) == 1 and rest.cells_left == 1
+    rest = run_slo(settings(tmp_path, ("stock",), rates_per_s=(2.0, 4.0), max_seconds=90.0), quiet)
+    assert len(bench.started) == 2 and rest.cells_left == 0
+
+
 def test_servers_that_run_together_take_turns(bench: Bench, tmp_path: Path) -> None:
     found = settings(
         tmp_path,

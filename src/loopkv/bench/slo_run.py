@@ -218,6 +218,8 @@ class _Run:
         self.failures: dict[str, LoopKVError] = {}
         self.measured = 0
         self.client_start_s = 0.0
+        starts = (cell.record.settings.get("server_start_s") for cell in self.cells.values())
+        self.server_start_s = max((float(start) for start in starts if _is_number(start)), default=0.0)
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -459,12 +461,13 @@ class _Run:
         left = sum(len(every) for arm, every in cells.items() if arm not in arms)
         calibrated = None if self.tau0 else stock or EngineArm(STOCK_LABEL, "stock", None)
         started = arms if calibrated is None or calibrated in arms else [calibrated, *arms]
+        began = time.monotonic()
         with contextlib.ExitStack() as stack:
             answers = {arm: stack.enter_context(self.starting(arm)) for arm in started}
             urls = {}
             for arm, answer in answers.items():
                 try:
-                    urls[arm] = self.ready(answer)
+                    urls[arm] = self.ready(answer, began)
                 except LoopKVError as error:
                     if arm is calibrated:
                         raise self.of_arm(arm, error) from None
@@ -488,8 +491,9 @@ class _Run:
     @contextlib.contextmanager
     def server(self, arm: EngineArm) -> Iterator[str]:
         """A server of one arm, warm."""
+        began = time.monotonic()
         with self.starting(arm) as answer:
-            yield self.ready(answer)
+            yield self.ready(answer, began)
 
     def starting(self, arm: EngineArm) -> contextlib.AbstractContextManager[Callable[[], str]]:
         """A server of one arm on its way up."""
@@ -500,10 +504,11 @@ class _Run:
         """Where the server of an arm writes."""
         return self.settings.work / f"server-{file_name(arm.label)}.log"
 
-    def ready(self, answer: Callable[[], str]) -> str:
-        """Wait for a server, and warm it."""
+    def ready(self, answer: Callable[[], str], began: float) -> str:
+        """Wait for a server started at ``began``, and warm it."""
         url = answer()
         self.warm(url)
+        self.server_start_s = max(self.server_start_s, time.monotonic() - began)
         return url
 
     def loosest(self) -> list[Bounds]:
@@ -576,14 +581,17 @@ class _Run:
         return {cell.rate: self.cells[cell].times for cell in cells if cell in self.cells}
 
     def no_time_for(self, cells: Sequence[_Cell]) -> bool:
-        """Whether no server need start: tau0 is known and not even the fastest rung would end in time."""
-        return bool(self.tau0) and self.out_of_time(max(cell.rate for cell in cells))
+        """Whether no server need start: tau0 is known and not even the fastest rung would end in time.
 
-    def out_of_time(self, rate: float) -> bool:
+        A server takes as long to start as the slowest of the file did.
+        """
+        return bool(self.tau0) and self.out_of_time(max(cell.rate for cell in cells), self.server_start_s)
+
+    def out_of_time(self, rate: float, start_s: float = 0.0) -> bool:
         limit = self.settings.max_seconds
         if limit is None:
             return False
-        needed = self.client_start_s + len(self.settings.requests) / rate + self.tail_s()
+        needed = start_s + self.client_start_s + len(self.settings.requests) / rate + self.tail_s()
         return time.monotonic() - self.started + needed > limit
 
     def tail_s(self) -> float:
@@ -629,6 +637,7 @@ class _Run:
             "preemptions": preempted,
             "ignore_eos": settings.ignore_eos,
             "duration_s": done.duration_s,
+            "server_start_s": round(self.server_start_s, 1),
             "requests": times_to_json(done.requests),
             "steps": windows_to_json(done.steps),
         }
