@@ -64,6 +64,11 @@ class Residency:
         end = self.policy.history_end(tokens)
         return 0 if end <= self.policy.sink_tokens else end // self.history_block_tokens
 
+    def tokens_within_history(self, entries: int) -> int:
+        """Most tokens for which a history table of ``entries`` entries is long enough."""
+        covered = max(self.policy.sink_tokens, entries * self.history_block_tokens)
+        return covered + self._window_span
+
     def leaving_pages(self, computed: int, new: int) -> range:
         """Pages (numbered from token 0) that a step with ``new`` tokens after ``computed`` ones codes."""
         page = self.policy.page_tokens
@@ -83,6 +88,12 @@ class Residency:
     def first_live_window_entry(self, processed: int) -> int:
         """Window entries in ``[sink_window_entries, this)`` are read by no query after ``processed`` tokens."""
         return max(self.sink_window_entries, self.policy.history_end(processed) // self.window_block_tokens)
+
+    def tokens_while_first_live(self, entry: int) -> int:
+        """Most processed tokens for which ``first_live_window_entry`` is no more than ``entry``, one of its values."""
+        page = self.policy.page_tokens
+        last_page = ((entry + 1) * self.window_block_tokens - 1) // page
+        return last_page * page + self._window_span
 
     def window_blocks(self, tokens: int, unprocessed: int = 1) -> int:
         """Pool blocks behind the window table during a step that ends at ``tokens`` tokens.
@@ -172,8 +183,7 @@ class Residency:
             grid_tokens: a coarser grid, where other cache groups share the pool; default ``grid_tokens``.
         """
         if coded_entries is not None:
-            covered = max(self.policy.sink_tokens, coded_entries * self.history_block_tokens)
-            limit = min(limit, covered + self.policy.window_tokens + self.policy.page_tokens - 1)
+            limit = min(limit, self.tokens_within_history(coded_entries))
         grid = grid_tokens or self.grid_tokens
         for tokens in range(limit // grid * grid, 0, -grid):
             if self.can_resume_at(tokens) and (coded_entries is None or self.history_entries(tokens) <= coded_entries):

@@ -400,6 +400,7 @@ class EngineFreeRun:
         for block in self.pool.blocks[1:]:
             assert block.ref_cnt == 0, f"block {block.block_id} has {block.ref_cnt} owners"
         for group in (self.history, self.window):
-            for name in ("req_to_blocks", "num_cached_block", "_uncommitted", "_freed_until"):
+            own = ("_noted", "_hashed_tokens", "_freed_until", "_nothing_to_free")
+            for name in ("req_to_blocks", "num_cached_block", *own):
                 left = getattr(group, name, None)
                 assert not left, f"{type(group).__name__}.{name} keeps {left}"

@@ -65,6 +65,15 @@ def test_hits_resume_where_blocks_begin() -> None:
     assert not odd.can_resume_at(160) and not odd.hits_are_possible
 
 
+@given(rule=rules(), entries=st.integers(0, 40), more=st.integers(0, 40))
+def test_how_long_nothing_changes_is_exact(rule: Residency, entries: int, more: int) -> None:
+    tokens = rule.tokens_within_history(entries)
+    assert rule.history_entries(tokens) <= entries < rule.history_entries(tokens + 1)
+    first = rule.sink_window_entries + more
+    processed = rule.tokens_while_first_live(first)
+    assert rule.first_live_window_entry(processed) <= first < rule.first_live_window_entry(processed + 1)
+
+
 @given(rules(), st.integers(0, 3000), st.integers(1, 300))
 def test_pages_leave_once_and_have_a_place(rule: Residency, computed: int, new: int) -> None:
     policy = rule.policy

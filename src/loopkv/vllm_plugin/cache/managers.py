@@ -10,6 +10,9 @@ What differs from vLLM's full-attention and sliding-window managers:
   not handed on to others (seen only under ``VLLM_COMPUTE_NANS_IN_LOGITS=1``, which makes vLLM look).
 * A prefix-cache hit of L tokens needs the history below ``history_end(L)`` and the window above it, and is accepted
   only where the next page and the next token start blocks of their own: a hashed block is never written again.
+
+vLLM asks every manager about every running request in every step, and in decode nearly every answer is "nothing": each
+question is first compared with the number of tokens up to which nothing changes.
 """
 
 from __future__ import annotations
@@ -39,8 +42,52 @@ class LateHashingManager(SingleTypeKVCacheManager):
         if self.block_size != kv_cache_spec.block_size:
             raise ValueError("LoopKV does not run with context parallelism")
         self.residency: Residency = kv_cache_spec.residency
-        self._uncommitted: dict[str, tuple[Request, int, int | None]] = {}
+        self._reach = 0  # tokens that a table holds beyond those of its entries, as long as it has any
+        self._noted: dict[str, tuple[Request, int, int | None]] = {}
+        self._hashed_tokens: dict[str, int] = {}
         self._corrupt: set[str] = set()
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+    ) -> int:
+        """Pool blocks that ``num_tokens`` tokens take beyond those held, evictable hit blocks included.
+
+        Exact for one step. At admission (``apply_admission_cap``) it is the most that the request takes from the free
+        blocks at any moment of its prefill, when only its last tokens are held.
+        """
+        table = self.req_to_blocks.get(request_id)
+        if not table:
+            hit = self._hit_entries(new_computed_blocks, num_local_computed_tokens)
+            return self._blocks_to_take([], hit, num_tokens, apply_admission_cap)
+        if num_tokens <= len(table) * self.block_size + self._reach:
+            return 0
+        return self._blocks_to_take(table, (), num_tokens, apply_admission_cap)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        """Grow the table to ``num_tokens`` tokens; returns the new entries, null ones included."""
+        table = self.req_to_blocks[request_id]
+        if table and num_tokens <= len(table) * self.block_size + self._reach:
+            return []
+        held = len(table)
+        self._grow(table, num_tokens)
+        return table[held:]
+
+    def _blocks_to_take(
+        self, table: Sequence[KVCacheBlock], hit: Sequence[KVCacheBlock], num_tokens: int, apply_admission_cap: bool
+    ) -> int:
+        """See ``get_num_blocks_to_allocate``: for a table that is too short, or a hit that would become one."""
+        raise NotImplementedError
+
+    def _grow(self, table: list[KVCacheBlock], num_tokens: int) -> None:
+        """Append the entries that ``num_tokens`` tokens need, if any."""
+        raise NotImplementedError
 
     def _full_entries(self, tokens: int) -> int:
         """Leading table entries that are final once ``tokens`` tokens are computed."""
@@ -52,25 +99,30 @@ class LateHashingManager(SingleTypeKVCacheManager):
 
     def cache_blocks(self, request: Request, num_tokens: int, retention_interval: int | None = None) -> None:
         """Note that ``num_tokens`` tokens will be computed by the step now being scheduled; hash them later."""
-        _, known, _ = self._uncommitted.get(request.request_id, (request, 0, None))
-        self._uncommitted[request.request_id] = (request, max(known, num_tokens), retention_interval)
+        noted = self._noted.get(request.request_id)
+        if noted is None or noted[1] < num_tokens:
+            self._noted[request.request_id] = (request, num_tokens, retention_interval)
 
     def new_step_starts(self) -> None:
         """Hash what the steps before this one compute: the device runs them first."""
-        for request, num_tokens, retention_interval in self._uncommitted.values():
-            self._commit(request, num_tokens, retention_interval)
-        self._uncommitted.clear()
+        hashed = self._hashed_tokens
+        for name, (request, num_tokens, retention_interval) in self._noted.items():
+            if request.num_nans_in_logits or num_tokens > hashed.get(name, -1):
+                self._commit(request, num_tokens, retention_interval)
 
     def _commit(self, request: Request, num_tokens: int, retention_interval: int | None) -> None:
         if request.num_nans_in_logits:
             self._corrupt.add(request.request_id)
         if request.request_id in self._corrupt:  # and stays so: what it computes later has read the fault
+            self._hashed_tokens.pop(request.request_id, None)
             held = self.req_to_blocks[request.request_id]
             self.block_pool.evict_blocks({block.block_id for block in held if not block.is_null})
             return
         # A request that is dropped in the pass that scheduled it has not been advanced yet: its num_computed_tokens
         # leaves out what will now never be computed.
-        full = self._full_entries(min(num_tokens, request.num_computed_tokens))
+        tokens = min(num_tokens, request.num_computed_tokens)
+        self._hashed_tokens[request.request_id] = tokens
+        full = self._full_entries(tokens)
         cached = self.num_cached_block.get(request.request_id, 0)
         if full <= cached:
             return
@@ -87,9 +139,10 @@ class LateHashingManager(SingleTypeKVCacheManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Hand out the request's blocks for freeing, hashed as far as they are computed."""
-        pending = self._uncommitted.pop(request_id, None)
-        if pending is not None:
-            self._commit(*pending)
+        noted = self._noted.pop(request_id, None)
+        if noted is not None:
+            self._commit(*noted)
+        self._hashed_tokens.pop(request_id, None)
         self._corrupt.discard(request_id)
         return super().pop_blocks_for_free(request_id)
 
@@ -128,6 +181,11 @@ class LateHashingManager(SingleTypeKVCacheManager):
 class HistoryManager(LateHashingManager):
     """Coded pages: ``ceil(history_end(n) / bh)`` entries, whole sink blocks null, nothing freed before the end."""
 
+    def __init__(self, kv_cache_spec: HistorySpec, *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        first = self.residency.null_history_entries + 1  # length of the shortest table
+        self._reach = self.residency.tokens_within_history(first) - first * self.block_size
+
     def _full_entries(self, tokens: int) -> int:
         return self.residency.full_history_entries(tokens)
 
@@ -135,31 +193,17 @@ class HistoryManager(LateHashingManager):
         # The coordinator hands out ceil(tokens / bh) blocks when the window's hit is the shorter one.
         return blocks[: self.residency.history_entries(tokens)]
 
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        num_tokens_main_model: int,
-        apply_admission_cap: bool = False,
+    def _blocks_to_take(
+        self, table: Sequence[KVCacheBlock], hit: Sequence[KVCacheBlock], num_tokens: int, apply_admission_cap: bool
     ) -> int:
-        """Pool blocks that ``num_tokens`` tokens take beyond those held, evictable hit blocks included. Exact."""
-        table = self.req_to_blocks.get(request_id, [])
-        hit = () if table else self._hit_entries(new_computed_blocks, num_local_computed_tokens)
         held = max(len(table), len(hit), self.residency.null_history_entries)
         return max(0, self.residency.history_entries(num_tokens) - held) + self._get_num_evictable_blocks(hit)
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        """Grow the table to ``num_tokens`` tokens; returns the new entries, null ones included."""
-        table = self.req_to_blocks[request_id]
-        held, entries = len(table), self.residency.history_entries(num_tokens)
-        if entries <= held:
-            return []
-        table.extend([self._null_block] * (self.residency.null_history_entries - held))
-        table.extend(self.block_pool.get_new_blocks(entries - len(table)))
-        return table[held:]
+    def _grow(self, table: list[KVCacheBlock], num_tokens: int) -> None:
+        entries = self.residency.history_entries(num_tokens)
+        if entries > len(table):
+            table.extend([self._null_block] * (self.residency.null_history_entries - len(table)))
+            table.extend(self.block_pool.get_new_blocks(entries - len(table)))
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -203,6 +247,7 @@ class WindowManager(LateHashingManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         self._null_leaving = kv_cache_spec.null_leaving
         self._freed_until: dict[str, int] = {}
+        self._nothing_to_free: dict[str, int] = {}  # up to so many processed tokens
 
     def _full_entries(self, tokens: int) -> int:
         return tokens // self.block_size
@@ -239,23 +284,9 @@ class WindowManager(LateHashingManager):
             return range(0)
         return self.residency.null_window_entries(held, num_tokens, keep_resume_point=self.enable_caching)
 
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        num_tokens_main_model: int,
-        apply_admission_cap: bool = False,
+    def _blocks_to_take(
+        self, table: Sequence[KVCacheBlock], hit: Sequence[KVCacheBlock], num_tokens: int, apply_admission_cap: bool
     ) -> int:
-        """Pool blocks that ``num_tokens`` tokens take beyond those held, evictable hit blocks included.
-
-        Exact for one step. At admission (``apply_admission_cap``) it is the most that the request takes from the free
-        blocks at any moment of its prefill, when only its last tokens are held.
-        """
-        table = self.req_to_blocks.get(request_id, [])
-        hit = () if table else self._hit_entries(new_computed_blocks, num_local_computed_tokens)
         held, entries = max(len(table), len(hit)), self.residency.window_entries(num_tokens)
         if not apply_admission_cap or self._max_admission_blocks_per_request is None:
             new = max(0, entries - held) - len(self._null_entries(held, num_tokens))
@@ -268,26 +299,24 @@ class WindowManager(LateHashingManager):
             taken = taken[: self.residency.sink_window_entries]
         return life - (len(taken) - self._get_num_evictable_blocks(taken))
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        """Grow the table to ``num_tokens`` tokens; returns the new entries, null ones included."""
-        table = self.req_to_blocks[request_id]
+    def _grow(self, table: list[KVCacheBlock], num_tokens: int) -> None:
         held, entries = len(table), self.residency.window_entries(num_tokens)
-        if entries <= held:
-            return []
         nulls = self._null_entries(held, num_tokens)
         new = iter(self.block_pool.get_new_blocks(entries - held - len(nulls)))
         table.extend(self._null_block if entry in nulls else next(new) for entry in range(held, entries))
-        return table[held:]
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free what no query after ``processed_computed_tokens`` tokens reads. It stays hittable until reused."""
+        if processed_computed_tokens <= self._nothing_to_free.get(request_id, -1):
+            return
         table = self.req_to_blocks.get(request_id)
         if not table:
             return
         first = self._freed_until.get(request_id, self.residency.sink_window_entries)
         stop = min(self.residency.first_live_window_entry(processed_computed_tokens), len(table))
+        self._nothing_to_free[request_id] = self.residency.tokens_while_first_live(max(first, stop))
         if stop <= first:
             return
         # Not a backward scan to the first null entry, as vLLM's: chunks and hits leave null entries between live ones.
@@ -299,6 +328,7 @@ class WindowManager(LateHashingManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Hand out the request's blocks for freeing, hashed as far as they are computed."""
         self._freed_until.pop(request_id, None)
+        self._nothing_to_free.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     @classmethod
