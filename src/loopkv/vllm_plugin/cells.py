@@ -25,7 +25,7 @@ from loopkv.vllm_plugin.metadata import GroupMetadata, make_step
 from loopkv.vllm_plugin.metrics import Counters, counters_path
 from loopkv.vllm_plugin.operators import Operators, make_operators
 from loopkv.vllm_plugin.served import ServedPlan, lay_out_for_worker
-from loopkv.vllm_plugin.step import Step
+from loopkv.vllm_plugin.step import HistoryPages, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -138,15 +138,7 @@ class CellCache:
             tokens: [>= B] on the host, tokens of the rows after the step (upper bounds), or None if unknown.
             query_start: [B + 1] on the host, first new token of each row.
         """
-        decode_pages = 0
-        if tokens is not None:
-            policy = self.layout.policy
-            new = query_start.diff()
-            ends = (tokens[: len(new)].long() - policy.window_tokens).div(policy.page_tokens, rounding_mode="floor")
-            pages = (ends - policy.sink_tokens // policy.page_tokens).clamp(min=0)
-            decode_pages = int(pages[new == 1].sum())
-            self.counters.set("history_pages", int(pages.sum()))
-        self.operators.publish(decode_pages)
+        self.operators.publish(None if tokens is None else HistoryPages(self.layout.policy, tokens, query_start))
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One cell of the current step; the first cell also codes the pages that leave.

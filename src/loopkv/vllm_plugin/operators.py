@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from loopkv.layout import Layout
     from loopkv.vllm_plugin.metrics import Counters
     from loopkv.vllm_plugin.served import ServedPlan
-    from loopkv.vllm_plugin.step import Step
+    from loopkv.vllm_plugin.step import HistoryPages, Step
 
 
 class Operators(Protocol):
@@ -43,11 +43,11 @@ class Operators(Protocol):
         """
         ...
 
-    def publish(self, decode_pages: int) -> None:
+    def publish(self, pages: HistoryPages | None) -> None:
         """Make counts visible to other processes; called on the host once a step, graphs included. Never waits.
 
         Args:
-            decode_pages: history pages of the rows with one new token (what V precision decides on).
+            pages: of the step's rows; None if unknown.
         """
         ...
 

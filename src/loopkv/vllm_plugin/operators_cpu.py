@@ -18,7 +18,7 @@ from loopkv.codec.pages import PageStruct, pack_page, page_struct, unpack_page
 from loopkv.engine.attention import KV, cold_attention, masked_attention
 from loopkv.layout import Layout
 from loopkv.vllm_plugin.metrics import Counters
-from loopkv.vllm_plugin.step import Step
+from loopkv.vllm_plugin.step import HistoryPages, Step
 
 DECODED_BYTES = 64 << 20
 """Rows are decoded together up to this many bytes of fp32 history per cell."""
@@ -132,8 +132,10 @@ class CpuOperators:
                     self._write_pages(step.pool, cell, places, keys, values)
         self.counters.add("pages_coded", sum(len(row.leaving.block) + len(row.late.block) for row in self._rows))
 
-    def publish(self, decode_pages: int) -> None:
+    def publish(self, pages: HistoryPages | None) -> None:
         """See ``Operators.publish``: every step counts for itself and publishes with its last cell."""
+        if pages is not None:
+            self.counters.set("history_pages", pages.count()[0])
 
     def attend(self, cell: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step) -> None:
         """See ``Operators.attend``."""

@@ -17,7 +17,7 @@ from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.layout import Layout
 from loopkv.vllm_plugin.metrics import Counters
 from loopkv.vllm_plugin.prefill_cuda import make_prefill
-from loopkv.vllm_plugin.step import Step
+from loopkv.vllm_plugin.step import HistoryPages, Step
 from loopkv.vllm_plugin.step_parts import StepParts, divide, view_of
 
 COPY_SECONDS = 0.25
@@ -117,21 +117,24 @@ class CudaStepOperators:
         """Use these parts for ``step`` from now on, instead of dividing it (a step of ``step_graphs``)."""
         self._view, self._parts = (step, view_of(step)), parts
 
-    def publish(self, decode_pages: int) -> None:
+    def publish(self, pages: HistoryPages | None) -> None:
         """See ``Operators.publish``. Runs before a step is launched, never inside a graph."""
         if torch.cuda.is_current_stream_capturing():
             return
-        self._copy_counters()
-        self._decode_values += decode_pages * self._values_per_page
+        self._copy_counters(pages)
+        if self._values_per_page and pages is not None:
+            self._decode_values += pages.count()[1] * self._values_per_page
 
-    def _copy_counters(self) -> None:
+    def _copy_counters(self, pages: HistoryPages | None) -> None:
         """Publish the counters that have arrived; now and then ask the device for those of the steps before this."""
         if self._arrived is not None:
             if not self._arrived.query():
                 return
-            pages, clamped, hot, _, more_clamped = self._host.tolist()
+            coded, clamped, hot, _, more_clamped = self._host.tolist()
             self._arrived = None
-            self.counters.set("pages_coded", pages)
+            if pages is not None:
+                self.counters.set("history_pages", pages.count()[0])
+            self.counters.set("pages_coded", coded)
             self.counters.set("clamped_values", clamped + more_clamped)
             self.counters.set("hot_values", hot)
             self.counters.set("decode_values", self._copied_values)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
+
+from loopkv.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,3 +47,25 @@ class Step(Rows):
     pool: Tensor
     history_table: Tensor
     window_table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPages:
+    """History pages of the rows of a step, counted when somebody asks: most steps publish nothing.
+
+    Args:
+        policy: of the layout.
+        tokens: [>= B] int32 on the host, tokens of the rows after the step (upper bounds).
+        query_start: [B + 1] int32 on the host, first new token of each row.
+    """
+
+    policy: Policy
+    tokens: Tensor
+    query_start: Tensor
+
+    def count(self) -> tuple[int, int]:
+        """Pages of all rows, and of those with one new token (what V precision decides on)."""
+        new = np.diff(self.query_start.numpy())
+        ends = (self.tokens.numpy()[: len(new)] - self.policy.window_tokens) // self.policy.page_tokens
+        pages = np.maximum(ends - self.policy.sink_tokens // self.policy.page_tokens, 0)
+        return int(pages.sum()), int(pages[new == 1].sum())
