@@ -99,6 +99,34 @@ def test_ladders_of_either_length_of_answers_stand_beside_each_other() -> None:
         assert "Records without a row of their own" not in shown
 
 
+def test_ladders_of_two_servers_or_two_pools_are_not_mixed() -> None:
+    rows = [r for r in slo_records() if r.what in ("slo.attainment", "slo.capacity")]
+    page = records_page(
+        [
+            r.model_copy(update={"settings": {**r.settings, "server": f"--max-model-len 16384{more}"}})
+            for more in (" --max-num-seqs 8", " --max-num-seqs 64", "")
+            for r in rows
+        ]
+    )
+    ladders = [f for f in page.figures if f.key.startswith("slo")]
+    assert [f.place.rsplit(", ", 1)[1] for f in ladders] == [
+        "server with --max-num-seqs 8",
+        "server with --max-num-seqs 64",
+        "server without more options",
+    ]
+    assert len({f.key for f in ladders}) == 3
+    assert len([title for title in tables(page) if title.startswith("Capacity in req/s")]) == 3
+    assert "Records without a row of their own" not in tables(page)
+    simulated = [r for r in slo_records() if r.what == "simulate.attainment"]
+    pools = [
+        r.model_copy(update={"settings": {**r.settings, "pool_bytes": gib << 30}})
+        for gib in (3, 125)
+        for r in simulated
+    ]
+    first, second = (f for f in records_page(pools).figures if f.key.startswith("slo"))
+    assert "simulated H200, pool of 3 GiB," in first.png_title and "pool of 125 GiB" in second.png_title
+
+
 def test_measured_ladders_come_before_simulated_ones_and_each_says_what_it_is() -> None:
     rows = slo_records()
     simulated = [r for r in rows if r.what.startswith("simulate.")]

@@ -14,8 +14,8 @@ _Key = TypeVar("_Key")
 MAX_COMMANDS = 3
 BASELINE_ARMS = ("bf16", "stock", "bf16-stock", "BF16")
 
-_SLO = ("arm", "rate_per_s", "tau0_ms", "k", "ttft_s", "workload", "gpu", "ignore_eos")
-_CAPACITY = ("arm", "tau0_ms", "k", "ttft_s", "workload", "gpu", "ignore_eos")
+_LADDER = ("arm", "tau0_ms", "k", "ttft_s", "workload", "gpu", "pool_bytes", "server", "ignore_eos")
+_SLO = (*_LADDER, "rate_per_s")
 PLACES: dict[str, tuple[str, ...]] = {
     "decode.step_ms": ("arm", "context_tokens", "batch"),
     "decode.ttft_ms": ("arm", "context_tokens"),
@@ -23,12 +23,12 @@ PLACES: dict[str, tuple[str, ...]] = {
     "decode.launches": ("arm", "context_tokens", "batch"),
     "decode.component_us": ("arm", "context_tokens", "batch", "component"),
     "decode.refused": ("arm", "context_tokens", "batch", "reason"),
-    "slo.tau0_ms": ("arm", "tau0_rule", "workload"),
+    "slo.tau0_ms": ("arm", "tau0_rule", "workload", "server"),
     "slo.attainment": _SLO,
-    "slo.capacity": _CAPACITY,
-    "slo.capacity_ratio": ("arm", "baseline", "tau0_ms", "k", "ttft_s", "workload", "ignore_eos"),
+    "slo.capacity": _LADDER,
+    "slo.capacity_ratio": (*_LADDER, "baseline"),
     "simulate.attainment": _SLO,
-    "simulate.capacity": _CAPACITY,
+    "simulate.capacity": _LADDER,
     "quality.kl_nats": ("arm", "documents", "activations"),
     "quality.kl_share_nats": (),
     "quality.served_kl_nats": ("arm", "dtype", "prompt_tokens", "tau"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loopkv.record_kinds import ignores_eos
@@ -35,8 +36,10 @@ class _Place:
     simulated: bool
     model: str
     hardware: str
+    pool_bytes: float | None
     workload: str
     full_length: bool
+    server: str = ""
 
     @property
     def where(self) -> str:
@@ -51,8 +54,9 @@ class _Place:
     @property
     def text(self) -> str:
         """All of it, for captions and titles."""
+        pool = "" if self.pool_bytes is None else f"pool of {self.pool_bytes / 2**30:.4g} GiB"
         workload = f"workload {self.workload[:6]}" if self.workload else ""
-        return ", ".join(part for part in (self.model, self.where, workload, self.answers) if part)
+        return ", ".join(part for part in (self.model, self.where, pool, workload, self.answers, self.server) if part)
 
 
 def slo_section(records: Sequence[Record]) -> Section | None:
@@ -120,13 +124,37 @@ def _unique(records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
 def _place(record: Record) -> _Place:
     simulated = record.what.startswith("simulate.")
     hardware = text(record, "gpu") if simulated else record.hardware
-    return _Place(simulated, record.model or "", hardware, text(record, "workload"), ignores_eos(record))
+    return _Place(
+        simulated,
+        record.model or "",
+        hardware,
+        number(record, "pool_bytes"),
+        text(record, "workload"),
+        ignores_eos(record),
+        text(record, "server"),
+    )
 
 
 def _by_place(records: Sequence[Record]) -> dict[_Place, list[Record]]:
-    """Records by the ladder they belong to, measured ones first."""
+    """Records by the ladder they belong to, measured ones first. Of its server a place keeps what tells it from others
+    that are alike otherwise."""
     groups = grouped(records, _place)
-    return {place: groups[place] for place in sorted(groups, key=lambda place: place.simulated)}
+    alike = grouped(groups, lambda place: replace(place, server=""))
+    return {
+        replace(place, server=_differing(place.server, [other.server for other in alike[replace(place, server="")]])): (
+            groups[place]
+        )
+        for place in sorted(groups, key=lambda place: place.simulated)
+    }
+
+
+def _differing(server: str, servers: Sequence[str]) -> str:
+    """The options of one server that not all have."""
+    if len(servers) == 1:
+        return ""
+    options = [re.split(r"(?:^| )(?=--)", one) for one in servers]
+    own = [one for one in re.split(r"(?:^| )(?=--)", server) if one and not all(one in other for other in options)]
+    return f"server with {' '.join(own)}" if own else "server without more options"
 
 
 def _bounds(record: Record) -> tuple[float, float, float]:
@@ -176,7 +204,9 @@ def _ladder(bounds: tuple[float, float, float], place: _Place, rows: Sequence[Re
         ]
     k, ttft, tau0 = bounds
     kind = ("Simulated attainment" if simulated else "Attainment") + ("" if place.full_length else f", {place.answers}")
-    ends = () if place.full_length else ("natural",)
+    ends = [] if place.full_length else ["natural"]
+    ends += [] if place.pool_bytes is None else [f"{place.pool_bytes / 2**30:.4g}g"]
+    ends += [place.server] if place.server else []
     return Figure(
         key=slug("slo", place.model, place.where, place.workload[:6], *ends, k, ttft, f"{tau0:.3f}"),
         title=f"{kind}: {_bound_text(bounds)}",
