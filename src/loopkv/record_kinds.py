@@ -184,14 +184,14 @@ _KINDS = (
         "simulate.attainment",
         "share",
         _SLO,
-        (*_SLO_COUNTS, "gpu", "pool_bytes", "constants"),
+        (*_SLO_COUNTS, "gpu", "pool_bytes", "constants", "watermark"),
         "as slo.attainment, replayed through the step-time model",
     ),
     RecordKind(
         "simulate.capacity",
         "req/s",
         ("arm", "tau0_ms", "k", "ttft_s"),
-        (*_CAPACITY, "gpu", "pool_bytes", "constants"),
+        (*_CAPACITY, "gpu", "pool_bytes", "constants", "watermark"),
         "as slo.capacity, replayed through the step-time model",
     ),
     RecordKind(

@@ -325,6 +325,51 @@ def test_a_request_that_must_wait_is_served_when_blocks_come_back() -> None:
     assert len(run.finished[second].tokens) == 1020
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_watermark_counts_the_blocks_of_both_groups(overlap: bool) -> None:
+    """vLLM's own: admitted beside others is who leaves that many blocks free, alone everybody who fits."""
+
+    def run_until_second_is_added(watermark: float) -> tuple[EngineFreeRun, str, str]:
+        run = EngineFreeRun(engine(more_blocks=40, watermark=watermark, overlap=overlap))
+        first = run.add(words(600), 60)
+        for _ in range(6):  # three chunks, then decode: no table of the first one grows in the next step
+            run.step()
+        return run, first, run.add(words(400, first=1), 20)
+
+    run, _, second = run_until_second_is_added(0.0)
+    free, blocks = run.pool.get_num_free_blocks(), run.settings.blocks
+    run.step()
+    assert second in run.window.req_to_blocks
+    # 400 tokens: exact blocks of 8 and pages up to E(400) = 128, of which the first holds the sink.
+    spare = free - (400 // 8 + 128 // 32 - 1)
+    assert spare > 0
+    for kept, waits in ((spare, False), (spare + 1, True)):
+        run, first, second = run_until_second_is_added((kept + 0.5) / blocks)
+        assert run.manager.watermark_blocks == kept and run.pool.get_num_free_blocks() == free
+        run.step()
+        assert (second not in run.window.req_to_blocks) == waits
+        run.drain()
+        assert len(run.finished[first].tokens) == 660 and len(run.finished[second].tokens) == 420
+    # All of the pool but one block: nobody ever runs beside another, and nobody waits for ever.
+    run, first, second = run_until_second_is_added(0.99)
+    while first in run.work:
+        run.step()
+        assert second not in run.window.req_to_blocks or first not in run.work
+    run.drain()
+    assert len(run.finished[second].tokens) == 420
+
+
+def test_a_watermark_preempts_less_often() -> None:
+    def preemptions(watermark: float) -> int:
+        run = EngineFreeRun(engine(more_blocks=60, watermark=watermark, overlap=True))
+        for i in range(12):
+            run.add(words(200 + 13 * i, first=i), 500, seed=i)
+        run.drain()
+        return run.preemptions
+
+    assert preemptions(0.3) < preemptions(0.0) / 2
+
+
 # -- specs in vLLM's machinery ----------------------------------------------------------------------------------------
 
 

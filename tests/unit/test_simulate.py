@@ -23,7 +23,7 @@ OURO = Geometry(architecture="ouro", loops=4, layers=24, query_heads=16, kv_head
 PER_TOKEN = CacheArm("toy", 1, np.arange(1001), np.arange(1001).astype(float))
 
 
-def engine(pool_blocks: int, *, prefill: float = 1.0, **fields: int) -> EngineModel:
+def engine(pool_blocks: int, *, prefill: float = 1.0, **fields: float) -> EngineModel:
     return EngineModel(StepTimeModel(1.0, 0.0, 1.0), pool_blocks + 1, prefill, **fields)  # type: ignore[arg-type]
 
 
@@ -73,6 +73,19 @@ def test_the_last_arrival_is_preempted_and_recomputed() -> None:
     assert done.preemptions == 1 and done.prefilled_tokens == 4 + 4 and done.decoded_tokens == 2 + 1
 
 
+def test_a_watermark_keeps_the_second_request_out() -> None:
+    # As above with B at 1, in a pool of 7 (8 with the null block): 0.3 of 8 are 2 blocks that stay free beside A. A's
+    # prefill ends at 3 with 2 blocks held, 5 free: B (2 blocks) is admitted, for 2 + 2 <= 5. At 0.5 it needs 2 + 4.
+    trace = [request(0, 2, 3), request(1, 2, 3)]
+    assert replay(trace, PER_TOKEN, engine(7, watermark=0.3)).peak_running == 2
+    # A alone: 3 s, then 1 + 3 and 1 + 4 s: it ends at 12. B is alone by then and may take every block: 12 + 3 = 15.
+    done = replay(trace, PER_TOKEN, engine(7, watermark=0.5))
+    assert done.peak_running == 1 and done.preemptions == 0
+    assert [one.ttft_s for one in done.requests] == [3, 14]
+    # Who runs may grow into the blocks that were kept free.
+    assert replay([request(0, 2, 6)], PER_TOKEN, engine(7, watermark=0.9)).peak_blocks == 7
+
+
 def test_chunked_prefill_shares_the_budget() -> None:
     # Budget 4 tokens a step. A: prompt 6: chunks 4 and 2, B: prompt 3 gets the other 2, then 1.
     # Steps: 1 + 4 = 5; then A 2 + B 2: 1 + 4 = 5, A's token at 10. Then A decodes (reads 7), B's last: 1 + 7 + 1.
@@ -108,14 +121,20 @@ class Stepper(_Simulation):
 TRACE = st.lists(st.tuples(st.floats(0, 200), st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=12)
 
 
-@given(trace=TRACE, pool=st.integers(20, 400), budget=st.integers(8, 64), chunk=st.sampled_from([None, 4, 16]))
+@given(
+    trace=TRACE,
+    pool=st.integers(20, 400),
+    budget=st.integers(8, 64),
+    chunk=st.sampled_from([None, 4, 16]),
+    watermark=st.sampled_from([0.0, 0.05, 0.3]),
+)
 @settings(max_examples=150, deadline=None)
 def test_many_steps_at_once_equal_single_steps(
-    trace: list[tuple[float, int, int]], pool: int, budget: int, chunk: int | None
+    trace: list[tuple[float, int, int]], pool: int, budget: int, chunk: int | None, watermark: float
 ) -> None:
     requests = [request(*row) for row in trace]
     arm = CacheArm("toy", 1, np.arange(1001), np.arange(1001).astype(float), chunk_tokens=chunk)
-    model = engine(pool, max_batched_tokens=budget, max_running=8)
+    model = engine(pool, max_batched_tokens=budget, max_running=8, watermark=watermark)
     fast = replay(requests, arm, model)
     assert fast == Stepper(requests, arm, model).run()
     check_conservation(requests, arm, model, fast)
@@ -226,6 +245,9 @@ def test_bad_engines_and_traces_are_refused() -> None:
         EngineModel(StepTimeModel(1.0, 0.0, 1.0), 0, 1.0)
     with pytest.raises(LoopKVError, match="max_batched_tokens"):
         engine(10, max_batched_tokens=4, max_running=8)
+    for share in (-0.1, 1.0, float("nan")):
+        with pytest.raises(LoopKVError, match="watermark"):
+            engine(10, watermark=share)
     with pytest.raises(LoopKVError, match="arrival_s"):
         replay([Request(1, 1)], PER_TOKEN, engine(10))
     with pytest.raises(LoopKVError, match="blocks"):

@@ -1,7 +1,7 @@
 """``simulate``: a trace replayed through the step-time model and true block counts, scheduled as vLLM 0.26 does.
 
 First come, first served. A step serves every running request: one token each in decode, a chunk of the prompt in
-prefill; then it admits waiting requests whose whole sequence fits. A running request that needs a block when none is
+prefill; then it admits waiting requests whose whole sequence fits, and leaves the watermark free. A running request that needs a block when none is
 free preempts the last of the running list, which drops its cache, returns to the head of the queue and is recomputed.
 A step takes ``t_fix + (W_T + bytes read by decode rows) / BW`` plus its prefill tokens over a prefill rate.
 
@@ -37,6 +37,8 @@ class EngineModel:
         prefill_tokens_per_s: prompt tokens computed per second beside decode.
         max_batched_tokens: token budget of a step (vLLM: ``max_num_batched_tokens``).
         max_running: most running requests (vLLM: ``max_num_seqs``).
+        watermark: share of the pool that stays free when a request is admitted or resumed beside others (vLLM's option
+            of this name); running requests may grow into it.
     """
 
     step_time: StepTimeModel
@@ -44,6 +46,7 @@ class EngineModel:
     prefill_tokens_per_s: float
     max_batched_tokens: int = 8192
     max_running: int = 256
+    watermark: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("pool_bytes", "prefill_tokens_per_s", "max_batched_tokens", "max_running"):
@@ -56,10 +59,16 @@ class EngineModel:
                 got=self.max_batched_tokens,
                 wanted=f">= max_running {self.max_running}",
             )
+        if not 0 <= self.watermark < 1:
+            raise LoopKVError("simulator: watermark", got=self.watermark, wanted="a share from 0 to below 1")
 
     def pool_blocks(self, arm: CacheArm) -> int:
         """Blocks that requests can hold under ``arm``."""
         return self.pool_bytes // arm.block_bytes - 1
+
+    def watermark_blocks(self, arm: CacheArm) -> int:
+        """Blocks that an admission beside other requests leaves free; vLLM takes the null block into account."""
+        return int(self.watermark * (self.pool_bytes // arm.block_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,7 @@ class _Simulation:
     def __init__(self, requests: Sequence[Request], arm: CacheArm, engine: EngineModel) -> None:
         self.arm, self.engine = arm, engine
         self.free = self.total = engine.pool_blocks(arm)
+        self.watermark = engine.watermark_blocks(arm)
         if self.total < 1:
             raise LoopKVError(f"simulator: pool of {arm.name}", got=f"{self.total} blocks", wanted="at least one")
         self.rows = []
@@ -188,7 +198,8 @@ class _Simulation:
             while self.waiting and budget > 0 and len(self.running) < self.engine.max_running:
                 row = self.waiting[0]
                 new = min(row.tokens, budget, self.chunk_limit)
-                if self.admission_blocks(row) > self.free or not self.allocate(row, new):
+                keep = self.watermark if self.running else 0
+                if self.admission_blocks(row) + keep > self.free or not self.allocate(row, new, keep):
                     break
                 self.waiting.popleft()
                 self.running.append(row)
@@ -201,10 +212,10 @@ class _Simulation:
         """Blocks that must be free to admit a request: those of its whole sequence so far."""
         return self.arm.blocks_during(row.tokens, min(row.tokens, self.chunk_limit))
 
-    def allocate(self, row: _Row, new: int) -> bool:
-        """Give ``row`` the blocks of a step with ``new`` tokens, or leave it as it is."""
+    def allocate(self, row: _Row, new: int, keep: int = 0) -> bool:
+        """Give ``row`` the blocks of a step with ``new`` tokens if ``keep`` stay free, or leave it as it is."""
         wanted = self.arm.blocks_during(row.computed + new, new)
-        if wanted - row.blocks > self.free:
+        if wanted - row.blocks + keep > self.free:
             return False
         self.free -= wanted - row.blocks
         row.blocks = wanted
@@ -263,7 +274,7 @@ class _Simulation:
         peak, held = during.max(axis=0), during[-1]
         can_admit = np.zeros(count, dtype=bool)
         if self.waiting and len(rows) < self.engine.max_running:
-            can_admit = self.total - held >= self.admission_blocks(self.waiting[0])
+            can_admit = self.total - held >= self.admission_blocks(self.waiting[0]) + self.watermark
         stop = (peak > self.total) | can_admit
         if stop.any():
             count = int(np.argmax(stop))

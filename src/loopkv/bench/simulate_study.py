@@ -127,7 +127,7 @@ def study_records(study: SimulationStudy, *, tau0_rule: str, model: str | None =
     """``simulate.attainment`` and ``simulate.capacity`` of every arm, seed and bound."""
     records = []
     for ladder in study.ladders:
-        shared = {
+        shared: dict[str, object] = {
             "arm": ladder.arm.name,
             "gpu": study.gpu,
             "constants": study.constants,
@@ -135,6 +135,8 @@ def study_records(study: SimulationStudy, *, tau0_rule: str, model: str | None =
             "workload": study.workload,
             "tau0_rule": tau0_rule,
         }
+        if ladder.engine.watermark:
+            shared["watermark"] = ladder.engine.watermark
         provenance = {"plan_sha256": ladder.arm.plan_sha256, "model": model, "seed": ladder.seed}
         found = ladder.capacities()
         for i, one in enumerate(ladder.bounds):

@@ -60,6 +60,9 @@ def simulate_command(
     ttft: Annotated[str, typer.Option(metavar="S,S,...", help="TTFT bounds in seconds.")] = "10",
     max_running: Annotated[int, typer.Option(help="Most running requests (max_num_seqs).")] = 256,
     max_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192,
+    watermark: Annotated[
+        float, typer.Option(metavar="0..1", help="Share of the pool that admissions leave free (vLLM's --watermark).")
+    ] = 0.0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", callback=check_output_file, help="Append Records to this file.")
     ] = None,
@@ -129,13 +132,14 @@ def simulate_command(
             warnings += [f"{spec.label}: {text}" for text in (found.warning(),) if text is not None]
             stock_time = step_time if spec.stock and spec.kv_cache_dtype == "auto" else stock_time
         pool_bytes = prediction.pool_bytes if pool is None else round(pool * (1 << 30))
-        engine = EngineModel(step_time, pool_bytes, prefill_rate, max_batched_tokens, max_running)
+        engine = EngineModel(step_time, pool_bytes, prefill_rate, max_batched_tokens, max_running, watermark)
         pairs.append((cache, engine))
     if tau0 is None:
         exact = len(size.geometry.cells) * 4 * size.geometry.kv_heads * size.geometry.head_dim
         tau0 = stock_time.step_s(1, context * exact) * 1e3
     bounds = [Bounds(t, one, tau0 / 1e3) for t in _numbers(ttft, "--ttft") for one in _numbers(k, "--k")]
     constants = f"fitted to {fit.name}" if fit is not None else prediction.gpu.source
+    told = f"; watermark {watermark:g}" if watermark else ""
     study = simulate_study(
         requests,
         pairs,
@@ -143,7 +147,7 @@ def simulate_command(
         rates_per_s=None if rates is None else _numbers(rates, "--rates"),
         seeds=starts,
         gpu=prediction.gpu.name,
-        constants=f"{constants}; prefill {prefill_rate:g} tok/s assumed",
+        constants=f"{constants}; prefill {prefill_rate:g} tok/s assumed{told}",
     )
     _print(study, context, tau0)
     for line in fits:
