@@ -52,7 +52,9 @@ test-flow: $(STAMP) ## profile, plan, layout and engines together on small model
 
 test-engine: $(STAMP) ## the plugin inside the real vLLM engine, on the CPU
 	@echo "== engine tests: real vLLM on the CPU"
-	OMP_NUM_THREADS=1 $(CPU_ENGINE_ENV) $(PY) -m pytest tests/engine -n 2 --dist loadfile --no-loadscope-reorder --durations=5
+	@# two files at a time, the server's first: it and the tensor-parallel workers need the most memory, so not together
+	OMP_NUM_THREADS=1 $(CPU_ENGINE_ENV) $(PY) -m pytest tests/engine/test_server.py tests/engine -n 2 --dist loadfile \
+	  --no-loadscope-reorder --durations=5
 
 test-gpu: ## kernels on a CUDA device (uses the current python3 where no environment was made)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -vv -ra -n 6

@@ -139,13 +139,14 @@ def _by_place(records: Sequence[Record]) -> dict[_Place, list[Record]]:
     """Records by the ladder they belong to, measured ones first. Of its server a place keeps what tells it from others
     that are alike otherwise."""
     groups = grouped(records, _place)
-    alike = grouped(groups, lambda place: replace(place, server=""))
-    return {
-        replace(place, server=_differing(place.server, [other.server for other in alike[replace(place, server="")]])): (
-            groups[place]
-        )
-        for place in sorted(groups, key=lambda place: place.simulated)
-    }
+    servers: dict[_Place, list[str]] = {}
+    for place in groups:
+        servers.setdefault(replace(place, server=""), []).append(place.server)
+    found = {}
+    for place in sorted(groups, key=lambda place: place.simulated):
+        bare = replace(place, server="")
+        found[replace(bare, server=_differing(place.server, servers[bare]))] = groups[place]
+    return found
 
 
 def _differing(server: str, servers: Sequence[str]) -> str:
