@@ -24,7 +24,7 @@ NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 2, "prompt_look
 
 
 def test_settings_that_a_start_takes() -> None:
-    given = ("--served-model-name", "a", "--port", "8123", "--max-model-len", "1024")
+    given = ("--served-model-name", "a", "--port", "8123", "--max-model-len", "1024", "--watermark", "0.06")
     assert checked_by_vllm([str(model_folder()), *given, *PLAN]) == start_check.ALL
 
 
@@ -42,6 +42,8 @@ def test_settings_that_a_start_takes() -> None:
         (("--max-model-len", "99999999"), "max_model_len"),
         (("--config", "absent.yaml"), "absent.yaml, got No such file or directory"),
         (("--dtype", "float7"), "invalid choice: 'float7'"),
+        (("--watermark", "1.0"), "watermark"),
+        (("--watermark", "much"), "--watermark: invalid"),
     ],
 )
 def test_what_a_start_would_refuse(given: tuple[str, ...], said: str) -> None:
