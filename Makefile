@@ -8,6 +8,8 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
 STAMP := $(VENV)/.loopkv-installed
+# The server goes first: it and the tensor-parallel workers (test_scheduling) need the most memory, so not together.
+ENGINE_TESTS := tests/engine/test_server.py $(filter-out %/test_server.py,$(sort $(wildcard tests/engine/test_*.py)))
 CPU_ENGINE_ENV := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 
 .DEFAULT_GOAL := help
@@ -52,9 +54,7 @@ test-flow: $(STAMP) ## profile, plan, layout and engines together on small model
 
 test-engine: $(STAMP) ## the plugin inside the real vLLM engine, on the CPU
 	@echo "== engine tests: real vLLM on the CPU"
-	@# two files at a time, the server's first: it and the tensor-parallel workers need the most memory, so not together
-	OMP_NUM_THREADS=1 $(CPU_ENGINE_ENV) $(PY) -m pytest tests/engine/test_server.py tests/engine -n 2 --dist loadfile \
-	  --no-loadscope-reorder --durations=5
+	OMP_NUM_THREADS=1 $(CPU_ENGINE_ENV) $(PY) -m pytest $(ENGINE_TESTS) -n 2 --dist loadfile --no-loadscope-reorder --durations=5
 
 test-gpu: ## kernels on a CUDA device (uses the current python3 where no environment was made)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -vv -ra -n 6
