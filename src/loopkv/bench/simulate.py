@@ -1,8 +1,9 @@
 """``simulate``: a trace replayed through the step-time model and true block counts, scheduled as vLLM 0.26 does.
 
 First come, first served. A step serves every running request: one token each in decode, a chunk of the prompt in
-prefill; then it admits waiting requests whose whole sequence fits, and leaves the watermark free. A running request that needs a block when none is
-free preempts the last of the running list, which drops its cache, returns to the head of the queue and is recomputed.
+prefill; then it admits waiting requests whose whole sequence fits and leaves the watermark free. A running request that
+needs a block when none is free preempts the last of the running list, which drops its cache, returns to the head of the
+queue and is recomputed.
 A step takes ``t_fix + (W_T + bytes read by decode rows) / BW`` plus its prefill tokens over a prefill rate.
 
 Runs of pure decode steps are advanced at once with arrays, so a trace of 660,000 tokens takes well under a second;
