@@ -10,12 +10,14 @@ import dataclasses
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from support.emulator import EmulatedKernels
 
 from loopkv.bench.kernel_reference import plain_bf16, reference_decode, relative_error
 from loopkv.engine.attention import KV, policy_attention
+from loopkv.kernels import prefill_plan
 from loopkv.kernels.cases import Case, CaseSpec, make_case
 from loopkv.kernels.descriptor import SeedMode
 
@@ -135,6 +137,49 @@ def test_pages_and_mixed_steps() -> None:
             wanted = policy_attention(q[part].float()[None], first, *segments, policy)[0]
             error = (out[part].float() - wanted).norm(dim=(1, 2)) / wanted.norm(dim=(1, 2))
             assert float(error.max()) < 6e-3
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "options"), [(128, 6, ("int4", "int2", "bf16", "int4")), (256, 2, ("int4", "int2"))]
+)
+def test_a_history_is_expanded_to_the_bit(dim: int, heads: int, options: tuple[str, ...]) -> None:
+    """Coded pages as the codec decodes them, rounded once; exact tokens from window blocks and from the step's own."""
+    tokens, counts = (700, 20, 900, 0, 1300), [140, 20, 256, 0, 256]
+    case = make_case(CaseSpec(tokens, heads, 1, dim, options, keep_exact=True, window_block_tokens=10))
+    kernels, policy = EmulatedKernels(case), case.layout.policy
+    new, lens = np.array(counts, np.int32), np.array(tokens, np.int32)
+    start = (np.cumsum(new) - new).astype(np.int32)
+    rows = prefill_plan.boundaries(policy, np.arange(len(new), dtype=np.int32), start, lens - new, new)
+    arrays = prefill_plan.group_arrays(policy, rows, copies=True)
+    info = torch.from_numpy(arrays.info)
+    tasks = torch.cat([torch.from_numpy(arrays.expand_tasks.astype(np.int32)), torch.tensor([[-1, 7]]).int()])
+
+    def scratch(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = torch.full((2, count, heads, dim), math.nan, dtype=torch.bfloat16)
+        return k, v
+
+    for cell in range(len(options)):
+        pairs = [
+            case.exact_kv(cell, row, range(n - count, n))
+            for row, (n, count) in enumerate(zip(tokens, counts, strict=True))
+        ]
+        kv = torch.cat([torch.cat(pair, 1) for pair in pairs])  # tokens lie further apart than their heads
+        coded, exact = scratch(rows.scratch_tokens(policy)), scratch(int(rows.exact.sum()) + 1)
+        kernels.expand(cell, kv[:, :heads], kv[:, heads:], tasks=tasks, info=info, coded=coded, exact=exact)
+        for row, count in enumerate(counts):
+            _, _, _, _, first, exact_at, coded_at, read, tail_at = info[row, :9].tolist()
+            end = int(rows.coded_end[row])
+            token = torch.arange(end)
+            place = torch.where(token < read, coded_at + token, tail_at + token - read)
+            sink = case.exact_kv(cell, row, range(min(32, end)))
+            history = case.history_kv(cell, row) if end > 32 else (sink[0][:0], sink[1][:0])
+            near = case.exact_kv(cell, row, range(first, tokens[row]))
+            for i in range(2):
+                wanted = torch.cat([sink[i].float(), history[i].float()])[:end].bfloat16()
+                assert torch.equal(coded[i][place].view(torch.int16), wanted.view(torch.int16)), (cell, row)
+                got = exact[i][exact_at : exact_at + int(rows.exact[row])]
+                assert torch.equal(got.view(torch.int16), near[i].view(torch.int16)), (cell, row, count)
+        assert bool(exact[0][-1].isnan().all()), "nothing is written behind the last token"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,9 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-ADDRESSES = {"pool": "*u8", "counters": "*i64", "coded_lse": "*fp32", "window_lse": "*fp32"}
+ADDRESSES = {"pool": "*u8", "counters": "*i64"} | dict.fromkeys(
+    ("coded_lse", "window_lse", "near_lse", "near_o"), "*fp32"
+)
 INTEGERS = {"tasks", "info", "history_table", "window_table"}
 FREE = {"history_stride", "window_stride", "first", "tokens"}
 PLACES = {"BLOCK_BYTES": 7_864_320, "PAGE_BYTES": 3_932_160, "PAGES": 2, "WINDOW": 10}
@@ -73,10 +75,12 @@ def test_pages_are_coded_by_ieee_arithmetic_and_stored_wide(dim: int, bits: int)
 
 @pytest.mark.parametrize(("dim", "group"), [(64, 16), (96, 1), (128, 1), (256, 4)])
 def test_partial_results_are_joined_by_tensor_cores(dim: int, group: int) -> None:
-    from loopkv.kernels.join import join_kernel
+    from loopkv.kernels.join import add_kernel, join_kernel
 
-    ptx = _assembly(join_kernel, {"H": 2, "G": group, "D": dim, "WINDOW": 256})
-    assert "mma.sync" in ptx and "st.global.v4.b32" in ptx
+    for far in (0, 1):
+        ptx = _assembly(join_kernel, {"H": 2, "G": group, "D": dim, "WINDOW": 256, "FAR": far})
+        assert "mma.sync" in ptx and "st.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in _assembly(add_kernel, {"HEADS": 2 * group, "D": dim, "WINDOW": 256})
 
 
 def test_norms_load_and_store_wide() -> None:

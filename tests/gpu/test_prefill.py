@@ -14,10 +14,12 @@ from torch import Tensor
 from loopkv.engine.attention import KV, masked_attention, policy_mask
 from loopkv.kernels import prefill_plan
 from loopkv.kernels.cases import Case, CaseSpec, make_case
+from loopkv.kernels.descriptor import cell_descriptors
 from loopkv.vllm_plugin.metrics import Counters
 from loopkv.vllm_plugin.operators_cuda import CudaStepOperators
 from loopkv.vllm_plugin.prefill_cuda import flash_attention
 from loopkv.vllm_plugin.step import Step
+from loopkv.vllm_plugin.step_parts import view_of
 
 LENGTHS = (1, 31, 32, 33, 255, 256, 257, 287, 288, 289, 319, 320, 321, 352, 700, 2500)
 
@@ -176,6 +178,32 @@ def test_pages_of_a_long_chunk_are_coded_to_the_bit(dim: int, options: tuple[str
         q, k, v = _inputs(case, cell, [1500])
         operators.attend(cell, q, k, v, torch.empty_like(q).contiguous(), step)
         assert torch.equal(wiped.history_pages(cell, 0), case.history_pages(cell, 0))
+
+
+@pytest.mark.parametrize(("dim", "group"), [(128, 1), (256, 2)])
+def test_a_history_is_expanded_to_the_same_bits_by_either_kernel(dim: int, group: int) -> None:
+    """CUDA's and Triton's, all of a group's tasks: coded pages, sink, window and the step's own tokens."""
+    options, counts = ("int4", "int2", "bf16", "int4"), [200, 256, 100, 256]
+    case = make_case(CaseSpec((1800, 900, 2100, 400), 2, group, dim, options, keep_exact=True), "cuda")
+    operators, step = _operators(case), mixed_step(case, counts)
+    prefill, view = operators.prefill, view_of(step)
+    assert prefill is not None and prefill.expansion is not None and step.seq_lens_cpu is not None
+    plan = prefill.plan(step.seq_lens_cpu.numpy(), step.query_start_cpu.numpy())
+    assert plan is not None
+    scratch = prefill.scratch
+    buffers = (scratch.coded_k, scratch.coded_v, scratch.exact_k, scratch.exact_v)
+    for index, cell in enumerate(cell_descriptors(case.layout)):
+        _, k, v = _inputs(case, index, counts)
+        results = []
+        for expansion in (prefill.expansion, None):
+            for buffer in buffers:
+                buffer.fill_(math.nan)
+            prefill.expansion, kept = expansion, prefill.expansion
+            prefill._expand_tasks(cell, k, v, view, plan.groups[0], plan.groups[0].expand_tasks)
+            prefill.expansion = kept
+            results.append([buffer.view(torch.int16).clone() for buffer in buffers])
+        assert all(torch.equal(ours, other) for ours, other in zip(*results, strict=True)), options[index]
+        assert not bool((results[0][0] == results[0][0][-1, 0, 0]).all())  # something was written
 
 
 def test_a_row_that_is_too_long_for_the_scratch_codes_its_own_pages() -> None:

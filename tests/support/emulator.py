@@ -21,6 +21,7 @@ from loopkv.kernels.descriptor import (
     CacheView,
     CellDescriptor,
     CodeArgs,
+    ExpandArgs,
     SeedMode,
     cache_geometry,
     cell_descriptors,
@@ -172,6 +173,35 @@ class EmulatedKernels:
             rows=len(seq_lens),
         )
         assert self.library.loopkv_append(ctypes.byref(args), len(k), None) == 0
+
+    def expand(
+        self,
+        cell: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        tasks: torch.Tensor,
+        info: torch.Tensor,
+        coded: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Expand a cell's history: see ``loopkv.kernels.prefill.Expansion``."""
+        args = ExpandArgs(
+            geometry=self.geometry,
+            cell=self.cells[cell],
+            cache=self._view(self.case.pool, self.case.seq_lens),
+            tasks=tasks.data_ptr(),
+            info=info.data_ptr(),
+            k_new=k.data_ptr(),
+            v_new=v.data_ptr(),
+            coded_k=coded[0].data_ptr(),
+            coded_v=coded[1].data_ptr(),
+            exact_k=exact[0].data_ptr(),
+            exact_v=exact[1].data_ptr(),
+            kv_stride=k.stride(0),
+            task_count=len(tasks),
+        )
+        assert self.library.loopkv_expand(ctypes.byref(args), None) == 0
 
     def code_pages(
         self,

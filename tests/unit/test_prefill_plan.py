@@ -12,6 +12,7 @@ from support.plans import make_plan
 
 from loopkv.geometry import Geometry
 from loopkv.kernels.prefill import Prefill, PrefillPlan
+from loopkv.kernels.prefill_plan import splits
 from loopkv.layout import lay_out
 
 OURO_LAYER = Geometry(architecture="ouro", loops=2, layers=1, query_heads=16, kv_heads=16, head_dim=128)
@@ -46,6 +47,22 @@ def plan_of(prefill: Prefill, rows: list[tuple[int, int]]) -> PrefillPlan | None
 )
 def test_a_step_is_divided_where_that_saves_time(prefill: Prefill, rows: list[tuple[int, int]], taken: bool) -> None:
     assert (plan_of(prefill, rows) is not None) == taken
+
+
+@pytest.mark.parametrize(
+    ("tiles", "coded_tokens", "pieces"),
+    [
+        (32, 1000, 2),  # a room of 2,048: pieces of 1,024
+        (32, 5000, 3),  # 132 multiprocessors, 32 for the window: 100 hold three times 32
+        (32, 8193, 4),  # longer than the window takes
+        (16, 30_000, 8),
+        (32, 200_000, 4),
+        (67, 5000, 1),
+        (256, 30_000, 1),
+    ],
+)
+def test_keys_are_divided_so_that_few_queries_fill_the_device(tiles: int, coded_tokens: int, pieces: int) -> None:
+    assert splits(tiles, coded_tokens, 132) == pieces
 
 
 def test_rows_that_are_not_taken_stay_with_the_other_kernels(prefill: Prefill) -> None:

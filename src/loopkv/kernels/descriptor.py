@@ -145,6 +145,26 @@ class AppendArgs(ctypes.Structure):
     )
 
 
+class ExpandArgs(ctypes.Structure):
+    """Arguments of the kernel that expands a cell's history."""
+
+    _fields_ = (
+        ("geometry", CacheGeometry),
+        ("cell", CellDescriptor),
+        ("cache", CacheView),
+        ("tasks", ctypes.c_void_p),
+        ("info", ctypes.c_void_p),
+        ("k_new", ctypes.c_void_p),
+        ("v_new", ctypes.c_void_p),
+        ("coded_k", ctypes.c_void_p),
+        ("coded_v", ctypes.c_void_p),
+        ("exact_k", ctypes.c_void_p),
+        ("exact_v", ctypes.c_void_p),
+        ("kv_stride", ctypes.c_int64),
+        ("task_count", ctypes.c_int32),
+    )
+
+
 class CodeArgs(ctypes.Structure):
     """Arguments of the codec kernel."""
 
@@ -169,6 +189,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     AttendWorkspace,
     AttendArgs,
     AppendArgs,
+    ExpandArgs,
     CodeArgs,
 )
 

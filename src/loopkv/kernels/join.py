@@ -26,6 +26,28 @@ from loopkv.kernels.expand import (
 )
 
 
+@triton.jit
+def group_of_queries(tasks, info, WINDOW: tl.constexpr):
+    """A task's record (-1: nothing to do) and ``e // 32``; of its queries [32] the position, whether it exists, and its
+    token of the batch."""
+    task = tl.program_id(1)
+    record, page = tl.load(tasks + 2 * task), tl.load(tasks + 2 * task + 1)
+    info += tl.maximum(record, 0) * INFO_COLUMNS
+    computed = tl.load(info + COMPUTED)
+    position = page * PAGE + WINDOW - 1 + tl.arange(0, PAGE)
+    there = (position >= computed) & (position < computed + tl.load(info + NEW))
+    return record, page, position, there, tl.load(info + START) + position - computed
+
+
+@triton.jit
+def added(near, near_lse, far, far_lse):
+    """Results [32, D] fp32 over two sets of keys made one; -inf is the log-sum-exp of no keys."""
+    most = tl.maximum(near_lse, far_lse)
+    near_weight, far_weight = tl.exp(near_lse - most), tl.exp(far_lse - most)
+    result = near * near_weight[:, None] + far.to(tl.float32) * far_weight[:, None]
+    return result / (near_weight + far_weight)[:, None]
+
+
 @triton.jit(do_not_specialize=["first", "tokens"])
 def join_kernel(
     q,
@@ -39,6 +61,7 @@ def join_kernel(
     coded_o,
     coded_lse,
     window_lse,
+    near_o,
     q_stride,
     exact_stride,
     out_stride,
@@ -49,6 +72,7 @@ def join_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     WINDOW: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """One group of queries and query head a program.
 
@@ -60,22 +84,19 @@ def join_kernel(
         exact_k, exact_v: [N, H, D], tokens ``exact_stride`` elements apart.
         coded_o: [tokens, Hq, D], result over the coded part, of the batch's tokens from ``first`` on.
         coded_lse, window_lse: [Hq, tokens] fp32, natural logarithm.
+        near_o: [tokens, Hq, D] fp32: without FAR the result goes here, and its log-sum-exp to ``window_lse``.
         scale: softmax scale.
         WINDOW: tokens of the policy's window.
+        FAR: whether the coded part is added here.
     """
-    head, task = tl.program_id(0), tl.program_id(1)  # neighbours read one token's heads: whole rows of memory
-    record = tl.load(tasks + 2 * task)
+    head = tl.program_id(0)  # neighbours read one token's heads: whole rows of memory
+    record, page, position, mine, batch_token = group_of_queries(tasks, info, WINDOW)
     if record < 0:
         return
-    page = tl.load(tasks + 2 * task + 1)
     info += record * INFO_COLUMNS
     element = coded_k.dtype.element_ty
-    computed = tl.load(info + COMPUTED)
-    end = computed + tl.load(info + NEW)
+    end = tl.load(info + COMPUTED) + tl.load(info + NEW)
     lane = tl.arange(0, PAGE)
-    position = page * PAGE + WINDOW - 1 + lane
-    mine = (position >= computed) & (position < end)
-    batch_token = tl.load(info + START) + position - computed
     channels = tl.arange(0, triton.next_power_of_2(D))
     inside = (channels < D)[None, :]
     valid = mine[:, None] & inside
@@ -104,19 +125,58 @@ def join_kernel(
     near_scores = tl.dot(queries, tl.trans(near_keys), input_precision="ieee") * scale
     near_scores = tl.where(lane[None, :] < lane[:, None], near_scores, float("-inf"))
 
-    # the two parts that are done
+    # with the window's result
     here = head * tokens + batch_token - first
     window = tl.load(window_lse + here, mask=mine, other=0.0)
-    reads_coded = mine & (position > WINDOW + PAGE - 2)
-    far = tl.load(coded_lse + here, mask=reads_coded, other=float("-inf"))
-    most = tl.maximum(tl.maximum(window, far), tl.maximum(tl.max(scores, 1), tl.max(near_scores, 1)))
-    window_weight, far_weight = tl.exp(window - most), tl.exp(far - most)
+    most = tl.maximum(window, tl.maximum(tl.max(scores, 1), tl.max(near_scores, 1)))
+    window_weight = tl.exp(window - most)
     weights, near_weights = tl.exp(scores - most[:, None]), tl.exp(near_scores - most[:, None])
-    total = window_weight + far_weight + tl.sum(weights, 1) + tl.sum(near_weights, 1)
+    total = window_weight + tl.sum(weights, 1) + tl.sum(near_weights, 1)
     result = tl.dot(weights.to(element), values, input_precision="ieee")
     result = tl.dot(near_weights.to(element), near_values, result, input_precision="ieee")
     to = out + batch_token.to(tl.int64)[:, None] * out_stride + head * D + channels[None, :]
     result += tl.load(to, mask=valid, other=0.0).to(tl.float32) * window_weight[:, None]
-    far_o = coded_o + (batch_token - first).to(tl.int64)[:, None] * (H * G * D) + head * D + channels[None, :]
-    result += tl.load(far_o, mask=reads_coded[:, None] & inside, other=0.0).to(tl.float32) * far_weight[:, None]
-    tl.store(to, (result / total[:, None]).to(out.dtype.element_ty), mask=valid)
+    near, near_lse = result / total[:, None], most + tl.log(total)
+    place = (batch_token - first).to(tl.int64)[:, None] * (H * G * D) + head * D + channels[None, :]
+    if FAR:
+        reads_coded = mine & (position > WINDOW + PAGE - 2)
+        far_lse = tl.load(coded_lse + here, mask=reads_coded, other=float("-inf"))
+        far = tl.load(coded_o + place, mask=reads_coded[:, None] & inside, other=0.0)
+        tl.store(to, added(near, near_lse, far, far_lse).to(out.dtype.element_ty), mask=valid)
+    else:
+        tl.store(window_lse + here, near_lse, mask=mine)
+        tl.store(near_o + place, near, mask=valid)
+
+
+@triton.jit(do_not_specialize=["first", "tokens"])
+def add_kernel(
+    out,
+    tasks,
+    info,
+    coded_o,
+    coded_lse,
+    near_lse,
+    near_o,
+    out_stride,
+    first,
+    tokens,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Adds the coded part after ``join_kernel`` without FAR, whose arguments these are; HEADS query heads in all."""
+    head = tl.program_id(0)
+    record, _, position, mine, batch_token = group_of_queries(tasks, info, WINDOW)
+    if record < 0:
+        return
+    reads_coded = mine & (position > WINDOW + PAGE - 2)
+    channels = tl.arange(0, triton.next_power_of_2(D))
+    inside = (channels < D)[None, :]
+    here = head * tokens + batch_token - first
+    to = out + batch_token.to(tl.int64)[:, None] * out_stride + head * D + channels[None, :]
+    place = (batch_token - first).to(tl.int64)[:, None] * (HEADS * D) + head * D + channels[None, :]
+    near = tl.load(near_o + place, mask=mine[:, None] & inside, other=0.0)
+    far = tl.load(coded_o + place, mask=reads_coded[:, None] & inside, other=0.0)
+    near_lse = tl.load(near_lse + here, mask=mine, other=0.0)
+    far_lse = tl.load(coded_lse + here, mask=reads_coded, other=float("-inf"))
+    tl.store(to, added(near, near_lse, far, far_lse).to(out.dtype.element_ty), mask=mine[:, None] & inside)

@@ -9,7 +9,7 @@ import torch
 
 from loopkv.errors import LoopKVError, UnsupportedError
 from loopkv.kernels.build import Build, architecture_of, obtain, queries_class
-from loopkv.kernels.descriptor import AppendArgs, AttendArgs, CodeArgs
+from loopkv.kernels.descriptor import AppendArgs, AttendArgs, CodeArgs, ExpandArgs
 
 
 class KernelLibrary:
@@ -29,6 +29,7 @@ class KernelLibrary:
         library.loopkv_attend_scalar.argtypes = (attend, number, stream)
         library.loopkv_code_pages.argtypes = (code, number, stream)
         library.loopkv_append.argtypes = (append, number, stream)
+        library.loopkv_expand.argtypes = (ctypes.POINTER(ExpandArgs), stream)
         library.loopkv_error_string.restype = ctypes.c_char_p
         self._library = library
 
@@ -53,6 +54,10 @@ class KernelLibrary:
     def append(self, args: AppendArgs, *, queries: int, stream: int) -> None:
         """Launch the copy of new keys and values to the window."""
         self._check(self._library.loopkv_append(ctypes.byref(args), queries, stream), "append")
+
+    def expand(self, args: ExpandArgs, *, stream: int) -> None:
+        """Launch the expansion of a history; head sizes that are multiples of 128."""
+        self._check(self._library.loopkv_expand(ctypes.byref(args), stream), "expansion")
 
     def _check(self, error: int, what: str) -> None:
         if error:

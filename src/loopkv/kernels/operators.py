@@ -26,6 +26,7 @@ from loopkv.kernels.descriptor import (
     CacheView,
     CellDescriptor,
     CodeArgs,
+    ExpandArgs,
     SeedMode,
     cache_geometry,
     cell_descriptors,
@@ -226,6 +227,40 @@ class CudaOperators:
         args = self._attend_args(cell, q, k, v, out, rows)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         self._attend_tiles(args, queries // self.tile_queries + rows.rows, stream)
+
+    @property
+    def expands(self) -> bool:
+        """Whether ``expand`` serves this head size and dtype."""
+        return self.layout.geometry.head_dim % 128 == 0 and self.dtype == torch.bfloat16
+
+    def expand(
+        self,
+        cell: CellDescriptor,
+        k: Tensor,
+        v: Tensor,
+        step: StepView,
+        tasks: Tensor,
+        info: Tensor,
+        coded: tuple[Tensor, Tensor],
+        exact: tuple[Tensor, Tensor],
+    ) -> None:
+        """Expand a cell's history: see ``prefill.Expansion``, and ``expand_kernel`` for the tasks."""
+        args = ExpandArgs(
+            geometry=self._geometry,
+            cell=cell,
+            cache=self._view(step),
+            tasks=tasks.data_ptr(),
+            info=info.data_ptr(),
+            k_new=k.data_ptr(),
+            v_new=v.data_ptr(),
+            coded_k=coded[0].data_ptr(),
+            coded_v=coded[1].data_ptr(),
+            exact_k=exact[0].data_ptr(),
+            exact_v=exact[1].data_ptr(),
+            kv_stride=k.stride(0),
+            task_count=len(tasks),
+        )
+        self.library.expand(args, stream=torch.cuda.current_stream(self.device).cuda_stream)
 
     def _store(self, cell: int, k: Tensor, v: Tensor, step: StepView, max_queries: int, stream: int) -> None:
         self._append(cell, k, v, step, stream)

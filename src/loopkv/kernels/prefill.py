@@ -24,11 +24,12 @@ from loopkv.kernels.descriptor import CellDescriptor, cell_descriptors
 from loopkv.kernels.encode import encode_kernel
 from loopkv.kernels.expand import expand_kernel, heads_together
 from loopkv.kernels.int_arrays import Ints, send
-from loopkv.kernels.join import join_kernel
+from loopkv.kernels.join import add_kernel, join_kernel
 from loopkv.kernels.launch import Branch, Launcher
 from loopkv.kernels.operators import StepView
 from loopkv.kernels.prefill_plan import (
     INFO_COLUMNS,
+    MOST_FIXED_TOKENS,
     GroupArrays,
     Room,
     Rows,
@@ -77,6 +78,24 @@ class VarlenAttention(Protocol):
         Returns:
             [Hq, T] fp32, natural logarithm.
         """
+        ...
+
+
+class Expansion(Protocol):
+    """What expands a cell's history instead of Triton's kernel: see ``expand_kernel``."""
+
+    def __call__(
+        self,
+        cell: CellDescriptor,
+        k: Tensor,
+        v: Tensor,
+        step: StepView,
+        tasks: Tensor,
+        info: Tensor,
+        coded: tuple[Tensor, Tensor],
+        exact: tuple[Tensor, Tensor],
+    ) -> None:
+        """Write ``coded`` and ``exact``, keys and values each, [N, H, D]."""
         ...
 
 
@@ -136,18 +155,19 @@ class PrefillPlan:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Buffers of one worker, [N, H, D] each but the last, which is [N, Hq, D]."""
+    """Buffers of one worker, [N, H, D] each but the last two, [N, Hq, D] of which ``near_o`` is fp32."""
 
     coded_k: Tensor
     coded_v: Tensor
     exact_k: Tensor
     exact_v: Tensor
     coded_o: Tensor
+    near_o: Tensor
 
     @property
     def nbytes(self) -> int:
         """Device bytes."""
-        return sum(x.nbytes for x in (self.coded_k, self.coded_v, self.exact_k, self.exact_v, self.coded_o))
+        return sum(getattr(self, name).nbytes for name in self.__slots__)
 
 
 class Prefill:
@@ -162,6 +182,7 @@ class Prefill:
         device: where the pool lies.
         multiprocessors: of the device.
         counters: [2] int64, the second counts values that were NaN or beyond fp16 when coded; None: not wanted.
+        expansion: instead of Triton's kernel.
     """
 
     def __init__(
@@ -175,6 +196,7 @@ class Prefill:
         device: torch.device,
         multiprocessors: int = 1,
         counters: Tensor | None = None,
+        expansion: Expansion | None = None,
     ) -> None:
         geometry, policy = layout.geometry, layout.policy
         self.layout, self.policy, self.attention, self.device = layout, policy, attention, device
@@ -182,11 +204,13 @@ class Prefill:
         self.coded_tokens, self.multiprocessors = coded_tokens, multiprocessors
         self.exact_tokens = max_tokens + _EXACT_ROWS * (policy.window_tokens + policy.page_tokens)
 
-        def buffer(tokens: int, heads: int) -> Tensor:
+        def buffer(tokens: int, heads: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(tokens, heads, self.dim, dtype=dtype, device=device)
 
         coded, exact = ((buffer(n, self.heads), buffer(n, self.heads)) for n in (coded_tokens, self.exact_tokens))
-        self.scratch = Scratch(*coded, *exact, buffer(max_tokens, self.heads * self.group))
+        queries = self.heads * self.group
+        near = buffer(MOST_FIXED_TOKENS, queries, torch.float32)
+        self.scratch = Scratch(*coded, *exact, buffer(max_tokens, queries), near)
         self.counters = torch.zeros(2, dtype=torch.int64, device=device) if counters is None else counters
         self.branch = Branch(device, priority=_FIRST)
         self._cells: tuple[CellDescriptor, ...] = cell_descriptors(layout)
@@ -205,7 +229,10 @@ class Prefill:
             for b in every
         }
         self._encode = {b: Launcher(encode_kernel, BITS=b, **shape, **blocks) for b in every}
-        self._join = Launcher(join_kernel, H=self.heads, G=self.group, D=self.dim, WINDOW=policy.window_tokens)
+        self.expansion = expansion
+        sizes = {"H": self.heads, "G": self.group, "D": self.dim, "WINDOW": policy.window_tokens}
+        self._join, self._join_near = (Launcher(join_kernel, **sizes, FAR=far) for far in (1, 0))
+        self._add = Launcher(add_kernel, HEADS=self.heads * self.group, D=self.dim, WINDOW=policy.window_tokens)
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -258,6 +285,7 @@ class Prefill:
             arrays: of the room's shapes, on the device.
         """
         new = room.new_tokens
+        assert new <= len(self.scratch.near_o)
         most = min(new, self.policy.max_exact_chunk_tokens)
         return Group(
             first,
@@ -285,6 +313,8 @@ class Prefill:
             self._write_history(cell, k, v, step, group)
         lse = torch.zeros(self.heads * self.group, 1, dtype=torch.float32, device=self.device)
         self._write_out(q, q, group, k, v, lse, lse)
+        self._write_near(q, q, group, k, v, lse)
+        self._add_coded(q, group, lse, lse)
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
@@ -327,12 +357,14 @@ class Prefill:
 
         window_lse: Tensor | None = None
         if group.fixed:
-            # Inside a graph the window runs beside the expansion: attention leaves no multiprocessor to others, so
-            # beside the history's it would only take its turn.
+            # Inside a graph all that is exact, and the page in between, runs beside the history, whose attention
+            # divides a short one's keys so that it leaves multiprocessors free.
             with self.branch.beside():
                 self._expand_tasks(cell, k, v, step, group, group.expand_tasks[group.history_tasks :])
                 window_lse = over_window()
             self._expand_tasks(cell, k, v, step, group, group.expand_tasks[: group.history_tasks])
+            with self.branch.beside():  # reads what was just expanded
+                self._write_near(q, out, group, exact_k, exact_v, window_lse)
         else:
             self._write_history(cell, k, v, step, group)
         coded_lse: Tensor | None = None
@@ -352,7 +384,10 @@ class Prefill:
         if window_lse is None:  # second: what it reads and writes is what the join reads next
             window_lse = over_window()
         self.branch.join()
-        if len(group.join_tasks):
+        if group.fixed:
+            assert coded_lse is not None
+            self._add_coded(out, group, coded_lse, window_lse)
+        elif len(group.join_tasks):
             self._write_out(q, out, group, exact_k, exact_v, window_lse if coded_lse is None else coded_lse, window_lse)
 
     def _write_history(self, cell: CellDescriptor, k: Tensor, v: Tensor, step: StepView, group: Group) -> None:
@@ -381,7 +416,12 @@ class Prefill:
         """History decoded and exact tokens copied, as the tasks say."""
         if not len(tasks):
             return
-        scratch, (tables, places) = self.scratch, _in_pool(cell, k, step)
+        scratch = self.scratch
+        if self.expansion is not None:
+            coded, exact = (scratch.coded_k, scratch.coded_v), (scratch.exact_k, scratch.exact_v)
+            self.expansion(cell, k, v, step, tasks, group.info, coded, exact)
+            return
+        tables, places = _in_pool(cell, k, step)
         self._expand[cell.bits](
             (self._expand_programs, len(tasks), 1),
             *tables,
@@ -407,8 +447,27 @@ class Prefill:
         window_lse: Tensor,
     ) -> None:
         """Join the parts; ``out`` holds the window's."""
+        self._launch_join(self._join, q, out, group, exact_k, exact_v, coded_lse, window_lse)
+
+    def _write_near(
+        self, q: Tensor, out: Tensor, group: Group, exact_k: Tensor, exact_v: Tensor, window_lse: Tensor
+    ) -> None:
+        """Join the window's part in ``out`` and the page in between, in the scratch; ``window_lse`` is updated."""
+        self._launch_join(self._join_near, q, out, group, exact_k, exact_v, window_lse, window_lse)
+
+    def _launch_join(
+        self,
+        launch: Launcher,
+        q: Tensor,
+        out: Tensor,
+        group: Group,
+        exact_k: Tensor,
+        exact_v: Tensor,
+        coded_lse: Tensor,
+        window_lse: Tensor,
+    ) -> None:
         scratch = self.scratch
-        self._join(
+        launch(
             (self.heads * self.group, len(group.join_tasks), 1),
             q,
             out,
@@ -421,12 +480,29 @@ class Prefill:
             scratch.coded_o,
             coded_lse,
             window_lse,
+            scratch.near_o,
             q.stride(0),
             exact_k.stride(0),
             out.stride(0),
             group.first,
             group.last - group.first,
             1.0 / math.sqrt(self.dim),
+        )
+
+    def _add_coded(self, out: Tensor, group: Group, coded_lse: Tensor, near_lse: Tensor) -> None:
+        """Write ``out``: the history's part and the others, which are joined in the scratch."""
+        self._add(
+            (self.heads * self.group, len(group.join_tasks), 1),
+            out,
+            group.join_tasks,
+            group.info,
+            self.scratch.coded_o,
+            coded_lse,
+            near_lse,
+            self.scratch.near_o,
+            out.stride(0),
+            group.first,
+            group.last - group.first,
         )
 
 

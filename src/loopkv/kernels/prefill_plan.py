@@ -29,8 +29,12 @@ Mask = NDArray[np.bool_]
 HISTORY_ROOMS = (2048, 8192, 32_768, 131_072)
 """Sizes of a history, scratch tokens: what is decided by its size, splits and CUDA graphs, is decided by these."""
 
+MOST_FIXED_TOKENS = 1024
+"""New tokens of the largest CUDA graph."""
+
 _TILE_QUERIES = 128  # that a multiprocessor takes at once
 _SPLIT_TOKENS = 1024
+_SHORT_TOKENS = 8192
 _MAX_SPLITS = 8
 
 
@@ -246,12 +250,16 @@ def tiles(new: Ints) -> int:
 def splits(tiles: int, coded_tokens: int, multiprocessors: int) -> int:
     """Pieces of the history's keys: as many as multiprocessors stay idle otherwise, of at least _SPLIT_TOKENS keys.
 
+    A short history is read while others attend over the window, so it leaves them the multiprocessors of as many tiles.
+
     Args:
         tiles: of queries, of all heads.
         coded_tokens: the scratch of the group; its room decides, so that a graph and a step without one agree.
         multiprocessors: of the device.
     """
-    return max(1, min(multiprocessors // tiles, history_room(coded_tokens) // _SPLIT_TOKENS, _MAX_SPLITS))
+    room = history_room(coded_tokens)
+    others = tiles if room <= _SHORT_TOKENS else 0
+    return max(1, min((multiprocessors - others) // tiles, room // _SPLIT_TOKENS, _MAX_SPLITS))
 
 
 def runs_of(mask: Mask) -> Iterator[tuple[int, int]]:

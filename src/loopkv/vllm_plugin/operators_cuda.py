@@ -63,6 +63,7 @@ class CudaStepOperators:
             max_model_tokens=max_model_tokens,
             device=device,
             counters=self.kernels.code_counters,
+            expansion=self.kernels.expand if self.kernels.expands else None,
         )
         self._branch, self._coding = Branch(device), Branch(device)
         first_loop = cell_descriptors(layout)[: layout.geometry.layers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loopkv.kernels.prefill import Prefill, VarlenAttention
+from loopkv.kernels.prefill import Expansion, Prefill, VarlenAttention
 from loopkv.layout import Layout
 
 MAX_CODED_TOKENS = 131_072
@@ -65,6 +65,7 @@ def make_prefill(
     max_model_tokens: int,
     device: torch.device,
     counters: Tensor,
+    expansion: Expansion | None = None,
 ) -> Prefill | None:
     """Prefill for a worker, its buffers allocated; None where FlashAttention 3 does not serve.
 
@@ -76,6 +77,7 @@ def make_prefill(
         max_model_tokens: most tokens of a request.
         device: of the worker.
         counters: [2] int64, see ``Prefill``.
+        expansion: see ``Prefill``.
     """
     attention = flash_attention() if dtype == torch.bfloat16 else None
     if attention is None:
@@ -93,6 +95,7 @@ def make_prefill(
         device=device,
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
         counters=counters,
+        expansion=expansion,
     )
     prefill.compile()
     return prefill

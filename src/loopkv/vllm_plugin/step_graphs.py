@@ -23,7 +23,15 @@ from torch import Tensor
 
 from loopkv.kernels.int_arrays import FixedArrays, Ints
 from loopkv.kernels.prefill import Prefill, PrefillPlan
-from loopkv.kernels.prefill_plan import HISTORY_ROOMS, Room, Rows, boundaries, fixed_arrays, history_room
+from loopkv.kernels.prefill_plan import (
+    HISTORY_ROOMS,
+    MOST_FIXED_TOKENS,
+    Room,
+    Rows,
+    boundaries,
+    fixed_arrays,
+    history_room,
+)
 from loopkv.policy import Policy
 from loopkv.vllm_plugin.operators_cuda import CudaStepOperators
 from loopkv.vllm_plugin.step import Step
@@ -31,7 +39,7 @@ from loopkv.vllm_plugin.step_parts import StepParts, decode_part, view_of
 
 logger = logging.getLogger("vllm.loopkv")
 
-NEW_TOKENS = (256, 512, 1024)
+NEW_TOKENS = (256, 512, MOST_FIXED_TOKENS)
 """New tokens of rows with several: beyond these the device is busy for longer than the host needs to launch."""
 DECODE_ROWS = (0, 8, 64, 256)
 ROW_TOKENS = 64

@@ -2,6 +2,7 @@
 // tiles in decode steps (-DLOOPKV_SINGLE=1: one query per kv head; else -DLOOPKV_QUERY_TILES tiles of 8).
 #include "attend.cuh"
 #include "code.cuh"
+#include "expand.cuh"
 #include "scalar.cuh"
 
 #include <cuda_runtime.h>
@@ -67,6 +68,21 @@ __global__ void __launch_bounds__(kScalarThreads) scalar_part_kernel(const __gri
 
 __global__ void scalar_merge_kernel(const __grid_constant__ AttendArgs args) { scalar_merge<LOOPKV_HEAD_DIM>(args); }
 
+template <int BITS>
+__global__ void __launch_bounds__(kExpandWarps * 32, 4) expand_kernel(const __grid_constant__ ExpandArgs args) {
+  expand_body<BITS, LOOPKV_HEAD_DIM>(args);
+}
+
+template <int BITS>
+cudaError_t launch_expand(const ExpandArgs& args, cudaStream_t stream) {
+  if constexpr (LOOPKV_HEAD_DIM % 128 == 0) {
+    expand_kernel<BITS><<<expand_blocks(args), kExpandWarps * 32, 0, stream>>>(args);
+    return cudaGetLastError();
+  } else {
+    return cudaErrorInvalidValue;
+  }
+}
+
 __global__ void append_kernel(const __grid_constant__ AppendArgs args) { append_body(args); }
 
 template <int TYPE>
@@ -85,6 +101,7 @@ extern "C" {
 using loopkv::AppendArgs;
 using loopkv::AttendArgs;
 using loopkv::CodeArgs;
+using loopkv::ExpandArgs;
 
 // One cell of a decode step. `precision`: 1 reads the low value plane of hot tokens only. Returns a cudaError_t.
 int loopkv_attend_decode(const AttendArgs* args, int precision, int blocks, void* stream) {
@@ -149,6 +166,22 @@ int loopkv_code_pages(const CodeArgs* args, int blocks, void* stream) {
 int loopkv_append(const AppendArgs* args, int queries, void* stream) {
   loopkv::append_kernel<<<queries, 128, 0, static_cast<cudaStream_t>(stream)>>>(*args);
   return cudaGetLastError();
+}
+
+// Head sizes that are multiples of 128.
+int loopkv_expand(const ExpandArgs* args, void* stream) {
+  using namespace loopkv;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  switch (args->cell.bits) {
+    case 4:
+      return launch_expand<4>(*args, s);
+    case 2:
+      return launch_expand<2>(*args, s);
+    case 16:
+      return launch_expand<16>(*args, s);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 const char* loopkv_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

@@ -99,6 +99,25 @@ struct AppendArgs {
   int32_t rows;
 };
 
+// Expanding a cell's history for prefill: coded pages decoded, exact tokens copied (kernels/expand.py has the columns of
+// `info`). A task is a row's record and a page of its history, or -1 - i for the i-th 32 tokens of its exact buffer; a
+// negative record is no task.
+struct ExpandArgs {
+  CacheGeometry geometry;
+  CellDescriptor cell;
+  CacheView cache;
+  const int32_t* tasks;  // [task_count, 2]
+  const int32_t* info;   // [records, 16]
+  const void* k_new;     // [queries, H, D]
+  const void* v_new;
+  void* coded_k;  // [tokens, H, D] each
+  void* coded_v;
+  void* exact_k;
+  void* exact_v;
+  int64_t kv_stride;
+  int32_t task_count;
+};
+
 // Coding pages that leave the window in a step of `query_start` new tokens per row (null: one each). All cells at the
 // start of a step, pages whose tokens were all computed before it; or, with k_new, one cell after its append, pages
 // that hold tokens of the step itself.

@@ -307,6 +307,17 @@ template <typename T>
 inline T load_coherent(const T* p) {
   return *p;
 }
+inline uint32_t load_streamed_word(const void* p) {
+  uint32_t v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
+inline Vec2 load_streamed_pair(const void* p) {
+  Vec2 v;
+  std::memcpy(&v, p, 8);
+  return v;
+}
+inline void store_vector(void* p, const Vec4& v) { std::memcpy(p, &v, 16); }
 inline uint32_t load_word(const void* p) {
   uint32_t x;
   std::memcpy(&x, p, 4);

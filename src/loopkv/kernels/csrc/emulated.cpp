@@ -1,6 +1,7 @@
 // The kernels compiled for a host: same arguments, same bytes, no GPU. Built by tests (g++), called through ctypes.
 #include "attend.cuh"
 #include "code.cuh"
+#include "expand.cuh"
 #include "scalar.cuh"
 
 #ifndef LOOPKV_HEAD_DIM
@@ -44,6 +45,15 @@ int code(const CodeArgs& args, int blocks) {
   run(code_shared_bytes<LOOPKV_HEAD_DIM>(args.rows), blocks, kCodeWarps * 32,
       [&](uint8_t* shared) { code_body<LOOPKV_HEAD_DIM, TYPE>(args, shared); });
   return 0;
+}
+
+template <int BITS>
+int expand(const ExpandArgs& args) {
+  if constexpr (LOOPKV_HEAD_DIM % 128 == 0) {
+    run(0, expand_blocks(args), kExpandWarps * 32, [&](uint8_t*) { expand_body<BITS, LOOPKV_HEAD_DIM>(args); });
+    return 0;
+  }
+  return 1;
 }
 
 }  // namespace
@@ -101,6 +111,19 @@ int loopkv_code_pages(const CodeArgs* args, int blocks, void*) {
 int loopkv_append(const AppendArgs* args, int queries, void*) {
   run(0, queries, 128, [&](uint8_t*) { append_body(*args); });
   return 0;
+}
+
+int loopkv_expand(const ExpandArgs* args, void*) {
+  switch (args->cell.bits) {
+    case 4:
+      return expand<4>(*args);
+    case 2:
+      return expand<2>(*args);
+    case 16:
+      return expand<16>(*args);
+    default:
+      return 1;
+  }
 }
 
 const char* loopkv_error_string(int) { return "invalid argument"; }

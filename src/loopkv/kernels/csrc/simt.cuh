@@ -167,6 +167,19 @@ LKV_DEVICE Vec4 load_streamed(const void* p) {
                : "l"(p));
   return v;
 }
+LKV_DEVICE uint32_t load_streamed_word(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+LKV_DEVICE Vec2 load_streamed_pair(const void* p) {
+  Vec2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+LKV_DEVICE void store_vector(void* p, const Vec4& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 template <typename T>
 LKV_DEVICE T load_coherent(const T* p) {  // past L1: other blocks of this launch wrote it
   return __ldcg(p);
