@@ -1,4 +1,5 @@
-"""Microseconds of the kernels that expand and code a cell's history, for several heads and warps a program, on a GPU.
+"""Microseconds of the kernels that expand and code a cell's history, on a GPU: CUDA's, and Triton's for several numbers
+of heads and warps a program.
 
 Launches go round 24 cells inside a CUDA graph, so that none finds its pages in the L2 cache; every variant of expand is
 compared with the first, bit for bit. Beside them the time that the bytes take at the bandwidth given.
@@ -23,6 +24,7 @@ from loopkv.kernels import prefill_plan
 from loopkv.kernels.descriptor import cell_descriptors
 from loopkv.kernels.encode import encode_kernel
 from loopkv.kernels.expand import expand_kernel
+from loopkv.kernels.operators import CudaOperators, StepView
 from loopkv.layout import lay_out
 from loopkv.planner.named import named_plan
 
@@ -100,7 +102,15 @@ def measure(plan: str, rows: int, computed: int, new: int, variants: Sequence[tu
         offsets = cells[cell].history_offset_bytes, cells[cell].window_offset_bytes
         return k.stride(0), *offsets, history.stride(0), window.stride(0)
 
-    line, first = [], None
+    operators = CudaOperators(layout, torch.bfloat16, max_rows=rows, device=DEVICE)
+    view = StepView(pool, history, window, sent(lens), None, rows)
+
+    def by_cuda(cell: int) -> None:
+        operators.expand(cells[cell], k, v, view, expand, info, coded, exact)
+
+    by_cuda(0)
+    first = [x.clone() for x in (*coded, *exact)]
+    line = [f"CUDA {timed(by_cuda):.1f}"]
     for heads, warps in variants:
 
         def expanded(cell: int, heads: int = heads, warps: int = warps) -> None:
@@ -112,7 +122,6 @@ def measure(plan: str, rows: int, computed: int, new: int, variants: Sequence[tu
 
         expanded(0)
         result = [x.clone() for x in (*coded, *exact)]
-        first = first or result
         assert all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(first, result, strict=True))
         line.append(f"{heads} heads {warps} warps {timed(expanded):.1f}")
     if len(encode):
