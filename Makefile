@@ -57,7 +57,7 @@ test-engine: $(STAMP) ## the plugin inside the real vLLM engine, on the CPU
 	OMP_NUM_THREADS=1 $(CPU_ENGINE_ENV) $(PY) -m pytest $(ENGINE_TESTS) -n 2 --dist loadfile --no-loadscope-reorder --durations=5
 
 test-gpu: ## kernels on a CUDA device (uses the current python3 where no environment was made)
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -vv -ra -n 6
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -vv -ra -n auto --maxprocesses 12
 
 wheel: $(STAMP) ## dist/: a wheel that carries compiled kernels (needs nvcc; without it they are compiled on first use)
 	rm -rf build/lib build/bdist.*
