@@ -34,7 +34,7 @@ PREBUILT = _HERE / "prebuilt"
 _UNITS = ("attend.cu",)
 _KIB = 1024
 _TABLE_BYTES = 14 * _KIB  # row tables and barriers beside the page buffers
-_NOTES_BYTES = 512  # of a warp (csrc/attend.cuh)
+_NOTES_BYTES = 640  # of a warp (csrc/attend.cuh)
 _MAX_WARPS = 12  # 168 registers a thread
 _MAX_WARPS_INT2 = 12  # 16 warps of 128 registers each: slower on an H200
 _MAX_WARPS_PRECISION = 12  # 15: slower too
@@ -106,7 +106,8 @@ class Build:
     @property
     def int2_warps(self) -> int:
         """The same for int2."""
-        return self._warps(self.int2_ring_bytes, _MAX_WARPS_INT2)
+        second = self.queries_bytes if self.head_dim in (64, 128) else 0  # a turn of two pages (csrc/attend.cuh: PAGES)
+        return self._warps(self.int2_ring_bytes + second, _MAX_WARPS_INT2)
 
     @property
     def precision_warps(self) -> int:

@@ -22,6 +22,8 @@
 namespace loopkv {
 
 constexpr int kPatienceCycles = 200000;  // about 100 us: longer than any sink chunk takes
+constexpr int kReports = 4;  // tasks a warp writes before it reports them: one fence serves all
+constexpr int kNotesBytes = 640;  // of a warp
 constexpr int kControlTicket = 0, kControlExits = 1, kControlEpoch = 2;
 
 // SINGLE: one query per kv head, so that only column 0 of a tile carries anything.
@@ -32,17 +34,22 @@ struct AttendConfig {
   static_assert(!(PRECISION && MIXED), "prefill reads both planes");
   static constexpr bool SINGLE = SINGLE_;
   static constexpr int COLUMNS = SINGLE ? 1 : 2;
+  // Pages of a turn. What is paid once a turn is paid half as often with two, and the time goes with the instructions.
+  // V precision has no room for two pages more, and int4 must be read alike with and without it: not a bit may differ
+  // where every token is hot. Heads of several channel blocks have no registers for it.
+  static constexpr int PAGES = SINGLE && block_number(D) == 1 && BITS == 2 && !MIXED ? 2 : 1;
   using Page = HeadPage<D, CODED ? BITS : 4>;
   // With V precision the low plane, which comes in token by token, has a place of its own.
   static constexpr int kStageBytes = PRECISION ? Page::kMainBytes : Page::kBytes;
   static constexpr int kLowBytes = PRECISION ? Page::kLowBytes : 0;
   static constexpr int kFit = CODED ? (RING_BYTES_ - kLowBytes) / kStageBytes : 1;
   static constexpr int STAGES = kFit < 8 ? kFit : 8;
-  static_assert(!CODED || STAGES >= (PRECISION ? 3 : 2), "in use, with V precision waiting for values, on its way");
+  static_assert(!CODED || STAGES > (PRECISION ? 2 : PAGES), "in use, with V precision waiting for values, on its way");
   static constexpr int kRingBytes = RING_BYTES_ / 128 * 128;
   using Queries = CodedQueries<D, NT_, SINGLE_>;
-  static constexpr int kQueryBytes = (Queries::kSharedBytes + 127) / 128 * 128;
-  static constexpr int kWarpBytes = kRingBytes + kQueryBytes + 512;  // and the warp's notes
+  static constexpr int kPageQueryBytes = (Queries::kSharedBytes + 127) / 128 * 128;
+  static constexpr int kQueryBytes = PAGES * kPageQueryBytes;
+  static constexpr int kWarpBytes = kRingBytes + kQueryBytes + kNotesBytes;
   using Slots = TileSlots<D, kRingBytes>;
   // Queries of a tile of a mixed step.
   static constexpr int tile_queries(int group_queries) { return MIXED ? 8 * NT / group_queries : 1; }
@@ -56,16 +63,19 @@ struct WarpNotes {
   uint64_t barriers[8];  // of the stages
   int64_t addresses[8];  // where the low plane of the page in each stage lies
   int64_t known[32];     // pages of the split being copied in: number i, i + 32, .. of them
-  int32_t tile, head, part;        // of the task in hand: its first part
+  int32_t tile, head, part, all;   // of the task in hand: its first part, all parts of its tile and head
   int32_t row, place;              // its row, and the first of its pages
   int32_t split_tasks, tasks;      // number of the first task after the splits, and of all
   uint32_t epoch;
   float ended[16], ended_lift;     // largest scores of a split whose values are still summed, by column, and its lift
   int32_t ended_splits;            // of the task
   uint32_t hot;                    // tokens of the task
-  int32_t written_tile, written_head, written_parts;  // parts written but not yet reported; tile -1: none
+  int32_t written;                  // tasks written but not yet reported
+  int32_t written_place[kReports];  // of each: tile << 16 | head,
+  int32_t written_parts[kReports];  // its parts,
+  int32_t written_all[kReports];    // and all parts of its tile and head
 };
-static_assert(sizeof(WarpNotes) <= 512);
+static_assert(sizeof(WarpNotes) <= kNotesBytes);
 
 // Per block: the tiles of the step and running totals of their tasks.
 struct TileTable {
@@ -201,7 +211,7 @@ struct Columns {
   const int head, count;
 
   LKV_DEVICE Columns(const AttendArgs& args, const QueryTile& tile_, int head_)
-      : a(args), tile(tile_), head(head_), count(tile_.queries * args.geometry.group_queries) {}
+      : a(args), tile(tile_), head(head_), count(Config::SINGLE ? 1 : tile_.queries * args.geometry.group_queries) {}
   LKV_DEVICE int query(int column) const { return Config::MIXED ? column / a.geometry.group_queries : 0; }
   LKV_DEVICE int64_t place(int column, int64_t stride) const {
     const int query_ = query(column), g = column - query_ * a.geometry.group_queries;
@@ -501,6 +511,26 @@ struct Ring {
     }
   }
 
+#if LOOPKV_BULK_COPY
+  // The same for two pages that are known to exist: one branch, fewer instructions.
+  LKV_DEVICE void fill_two() {
+    static_assert(!Config::PRECISION, "would have to note the addresses of low planes");
+    const int second = next_fill + 1 == Config::STAGES ? 0 : next_fill + 1;
+    if (lane_id() == 0) {
+      const int stages[2] = {next_fill, second};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t from = notes().known[(index + i) & 31];
+        barrier_expect(notes().barriers + stages[i], Config::kStageBytes);
+        bulk_copy(stage(stages[i]), reinterpret_cast<const void*>(from), Config::kStageBytes,
+                  notes().barriers + stages[i], stream_policy());
+      }
+    }
+    index += 2;
+    next_fill = second + 1 == Config::STAGES ? 0 : second + 1;
+  }
+#endif
+
   // Waits for the next page and returns its stage. Without bulk copies: PENDING groups may still be on their way.
   template <int PENDING>
   LKV_DEVICE int wait() {
@@ -592,7 +622,7 @@ LKV_DEVICE void load_coded_queries(typename Config::Queries& queries,
 template <typename Config>
 struct CodedSplit {
   static constexpr int D = Config::D, BITS = Config::BITS, NT = Config::NT, STAGES = Config::STAGES;
-  static constexpr int COLUMNS = Config::COLUMNS;
+  static constexpr int COLUMNS = Config::COLUMNS, PAGES = Config::PAGES;
   using Page = typename Config::Page;
   static constexpr int kCopyBytes = Page::kTokenPlaneBytes % 16 == 0 ? 16 : 8;
   static constexpr int kCopies = Page::kTokenPlaneBytes / kCopyBytes;  // of a token's low plane; also rounds of a warp
@@ -613,51 +643,69 @@ struct CodedSplit {
   static constexpr float kLift = 14.0f;
   float lift = kLift;  // weights are halves times 2^lift: small ones stay normal; scales of 2 and more need the room
 
-  // What a page's scores leave for its values.
-  uint32_t weight[NT][4];    // pairs of halves: column lane / 4, tokens 8 k + {2 t, 2 t + 1}
-  float alpha[NT][COLUMNS];  // what the output before the page is worth
+  // What a turn's scores leave for its values.
+  uint32_t weight[PAGES][NT][4];  // pairs of halves: column lane / 4, tokens 8 k + {2 t, 2 t + 1}
+  float alpha[NT][COLUMNS];  // what the output before the turn is worth
   uint32_t hot = 0xffffffffu;  // bit 4 j + k: token 8 k + j
-  int due = 0;                 // stage
+  int due[PAGES] = {};         // stages
 
-  // A page's scores.
-  float codes[NT][2][kChains][4], zeros[NT][2][4];
+  // A turn's scores.
+  float codes[PAGES][NT][2][kChains][4], zeros[PAGES][NT][2][4];
 
   LKV_DEVICE CodedSplit(const AttendArgs& args, Ring<Config>& ring_, const QueryTile& tile, int head_)
       : a(args), ring(ring_), queries(tile), columns(args, tile, head_), G(columns.count), lane(lane_id()),
         r(lane >> 2), t(lane & 3), head(head_) {}
 
-  LKV_DEVICE int score(int stage) {
-    const uint8_t* page = ring.stage(stage);
+  LKV_DEVICE void score(const int (&stages)[PAGES]) {
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
+    for (int p = 0; p < PAGES; ++p) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-        for (int chain = 0; chain < kChains; ++chain) codes[nt][0][chain][j] = codes[nt][1][chain][j] = 0.0f;
-        zeros[nt][0][j] = zeros[nt][1][j] = 0.0f;
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int chain = 0; chain < kChains; ++chain) codes[p][nt][0][chain][j] = codes[p][nt][1][chain][j] = 0.0f;
+          zeros[p][nt][0][j] = zeros[p][nt][1][j] = 0.0f;
+        }
       }
     }
+    const uint32_t here = forget(lane);
     if constexpr (Config::SINGLE) {
-      scale_queries<D, BITS, NT>(forget(lane), page, q, zeros[0][0]);
+#pragma unroll
+      for (int p = 0; p < PAGES; ++p) {
+        auto mine = q;
+        mine.shared += p * Config::kPageQueryBytes;
+        scale_queries<D, BITS, NT>(here, ring.stage(stages[p]), mine, zeros[p][0][0]);
+      }
       sync_warp();
     }
-    score_page<D, BITS, NT, Config::SINGLE>(forget(lane), page, q, codes, zeros);
-    if constexpr (Config::SINGLE) {  // the eight columns' sums in all lanes
-      float& sum = zeros[0][0][0];
-      sum += zeros[0][0][1];
-      sum += shfl_xor(sum, 1);
-      sum += shfl_xor(sum, 2);
+#pragma unroll
+    for (int p = 0; p < PAGES; ++p) {
+      auto mine = q;
+      if constexpr (Config::SINGLE) mine.shared += p * Config::kPageQueryBytes;
+      score_page<D, BITS, NT, Config::SINGLE>(forget(lane), ring.stage(stages[p]), mine, codes[p], zeros[p]);
     }
-    return stage;
+    if constexpr (Config::SINGLE) {  // the eight columns' sums in all lanes
+#pragma unroll
+      for (int p = 0; p < PAGES; ++p) {
+        float& sum = zeros[p][0][0][0];
+        sum += zeros[p][0][0][1];
+        sum += shfl_xor(sum, 1);
+        sum += shfl_xor(sum, 2);
+      }
+    }
   }
 
-  // Any value scale of 2 or more in the page?
-  LKV_DEVICE bool wide(int stage) const {
-    const uint32_t* scales = reinterpret_cast<const uint32_t*>(ring.stage(stage) + Page::kValueScales);
+  // Any value scale of 2 or more in the pages?
+  LKV_DEVICE bool wide(const int (&stages)[PAGES]) const {
     uint32_t bits = 0;
 #pragma unroll
-    for (int word = 0; word < D / 2; word += 32) {
-      if (word + 32 <= D / 2 || word + lane < D / 2) bits |= scales[word + lane];
+    for (int p = 0; p < PAGES; ++p) {
+      const uint32_t* scales = reinterpret_cast<const uint32_t*>(ring.stage(stages[p]) + Page::kValueScales);
+#pragma unroll
+      for (int word = 0; word < D / 2; word += 32) {
+        if (word + 32 <= D / 2 || word + lane < D / 2) bits |= scales[word + lane];
+      }
     }
     return any((bits & 0x40004000u) != 0);
   }
@@ -687,12 +735,12 @@ struct CodedSplit {
     }
   }
 
-  // Half of the values of the page whose weights are held.
+  // Half of the values of page p of the turn whose weights are held.
   template <int MT>
-  LKV_DEVICE void values() {
-    const uint8_t* page = ring.stage(due);
+  LKV_DEVICE void half_values(int p, uint32_t here) {
+    const uint8_t* page = ring.stage(due[p]);
     const uint8_t* low = Config::PRECISION ? ring.low() : page + Page::kMainBytes;
-    const uint32_t here = forget(lane), row = here >> 2, pair = here & 3, group = row % (D / 32);
+    const uint32_t row = here >> 2, pair = here & 3, group = row % (D / 32);
     const uint32_t ones = row == 0 ? 0x3c003c00u : 0u;
     uint32_t zero[2];
     load_words<8>(zero, page + Page::kValueZeros + group * 64 + pair * 16 + 8 * MT);
@@ -708,38 +756,50 @@ struct CodedSplit {
     }
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      mma_f16(extra[nt], zero[0], ones, zero[1], ones, weight[nt][2 * MT], weight[nt][2 * MT + 1]);
+      mma_f16(extra[nt], zero[0], ones, zero[1], ones, weight[p][nt][2 * MT], weight[p][nt][2 * MT + 1]);
     }
-    value_tile<D, BITS, NT, Config::SINGLE, MT>(here, page, low, ring.masks(), weight, out);
+    value_tile<D, BITS, NT, Config::SINGLE, MT>(here, page, low, ring.masks(), weight[p], out);
+  }
+  LKV_DEVICE void values() {
+#pragma unroll
+    for (int p = 0; p < PAGES; ++p) {
+      const uint32_t here = forget(lane);
+      half_values<0>(p, here);
+      half_values<1>(p, here);
+    }
   }
 
-  // Scores of the page in hand in log2 units, the new maxima, and alpha.
+  // Scores of the pages in hand in log2 units, the new maxima, and alpha.
   // `end`: first token after the page; queries whose history ends before it do not read it.
-  LKV_DEVICE void maximum(float (&s)[NT][4][COLUMNS], float (&fresh)[NT][COLUMNS], float lifted, int end, bool hide) {
+  // `two`: false where a split ends with one page: the second is the first again and weighs nothing.
+  LKV_DEVICE void maximum(float (&s)[PAGES][NT][4][COLUMNS], float (&fresh)[NT][COLUMNS], float lifted, int end,
+                          bool hide, bool two) {
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
-        const float odd = Config::SINGLE ? 0.0f : zeros[nt][1][2 + c] * odd_division<BITS, Config::SINGLE>;
-        const float zero = (zeros[nt][0][c] + odd) * unscale[nt][c];
-        const float step = unscale[nt][c] * kSubnormal;
         float m = best[nt][c];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int j = 2 * (k & 1) + c;
-          s[nt][k][c] = zero;
+        for (int p = 0; p < PAGES; ++p) {
+          const float odd = Config::SINGLE ? 0.0f : zeros[p][nt][1][2 + c] * odd_division<BITS, Config::SINGLE>;
+          const float zero = (zeros[p][nt][0][c] + odd) * unscale[nt][c];
+          const float step = unscale[nt][c] * kSubnormal;
 #pragma unroll
-          for (int chain = 0; chain < kChains; ++chain) {
-            s[nt][k][c] = fma_float(codes[nt][k >> 1][chain][j], step, s[nt][k][c]);
+          for (int k = 0; k < 4; ++k) {
+            const int j = 2 * (k & 1) + c;
+            s[p][nt][k][c] = zero;
+#pragma unroll
+            for (int chain = 0; chain < kChains; ++chain) {
+              s[p][nt][k][c] = fma_float(codes[p][nt][k >> 1][chain][j], step, s[p][nt][k][c]);
+            }
+            if (p == 1) s[p][nt][k][c] = two ? s[p][nt][k][c] : bits_float(0xff800000u);
           }
-        }
-        if (Config::MIXED && hide && end > history_end(a.geometry, columns.tokens(8 * nt + 2 * t + c))) {
+          if (Config::MIXED && hide && end > history_end(a.geometry, columns.tokens(8 * nt + 2 * t + c))) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) s[nt][k][c] = kHidden;
-        }
+            for (int k = 0; k < 4; ++k) s[p][nt][k][c] = kHidden;
+          }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          m = max_float(m, s[nt][k][c]);
+          for (int k = 0; k < 4; ++k) m = max_float(m, s[p][nt][k][c]);
         }
 #pragma unroll
         for (int across = 4; across < 32; across *= 2) m = max_float(m, shfl_xor(m, across));
@@ -799,7 +859,7 @@ struct CodedSplit {
     copy_async_commit();
   }
 
-  LKV_DEVICE void weigh(const float (&s)[NT][4][COLUMNS], const float (&fresh)[NT][COLUMNS]) {
+  LKV_DEVICE void weigh(const float (&s)[PAGES][NT][4][COLUMNS], const float (&fresh)[NT][COLUMNS]) {
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       float top[COLUMNS];
@@ -809,11 +869,14 @@ struct CodedSplit {
         alpha[nt][c] = fresh[nt][c];
       }
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float w[COLUMNS];
+      for (int p = 0; p < PAGES; ++p) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) w[c] = exp2_fast(s[nt][k][c] - top[c]);
-        weight[nt][k] = transpose_8x8(pack_half2(w[0], w[COLUMNS - 1]));
+        for (int k = 0; k < 4; ++k) {
+          float w[COLUMNS];
+#pragma unroll
+          for (int c = 0; c < COLUMNS; ++c) w[c] = exp2_fast(s[p][nt][k][c] - top[c]);
+          weight[p][nt][k] = transpose_8x8(pack_half2(w[0], w[COLUMNS - 1]));
+        }
       }
     }
   }
@@ -932,12 +995,30 @@ struct CodedSplit {
     load_coded_queries<Config>(q, unscale, columns, a.scale_log2);
     sync_warp();
     if (LOOPKV_BULK_COPY && ring.index == ring.count) cross();
-    float s[NT][4][COLUMNS], fresh[NT][COLUMNS];
-    auto take = [&](int i, int stage) {  // the scores of page i into the running maximum
+    float s[PAGES][NT][4][COLUMNS], fresh[NT][COLUMNS];
+    auto take = [&](int i, const int (&stages)[PAGES], bool two) {  // the scores of a turn into the running maximum
       const int end = (place0 + i + 1) * kPageTokens;
-      const float lifted = wide(stage) ? 0.0f : kLift;
-      maximum(s, fresh, lifted, end, end > span.recent);
+      const float lifted = wide(stages) ? 0.0f : kLift;
+      maximum(s, fresh, lifted, end, end > span.recent, two);
       lift = lifted;
+    };
+    auto wait_turn = [&](bool two) {
+      due[0] = ring.template wait<STAGES - 1>();
+      if constexpr (PAGES == 2) due[1] = two ? ring.template wait<STAGES - 2>() : due[0];
+    };
+    auto advance_turn = [&](bool two) {
+#if LOOPKV_BULK_COPY
+      if constexpr (PAGES == 2) {  // neither the next task's pages nor more places are to be looked up
+        const bool known = ring.ahead ? ring.index + 2 <= ring.count
+                                      : ring.index + 2 < ring.count && ((ring.index + 1) & 31) > 1;
+        if (two && known) {
+          ring.fill_two();
+          return;
+        }
+      }
+#endif
+#pragma unroll 1
+      for (int left = PAGES == 2 && two ? 2 : 1; left > 0; --left) advance();
     };
     if constexpr (!Config::PRECISION) {
       int i = 0;
@@ -945,16 +1026,18 @@ struct CodedSplit {
         clear();
         begin_split();
         const int stop = i + span.split_pages < count ? i + span.split_pages : count;
-        for (; i < stop; ++i) {
-          due = score(ring.template wait<STAGES - 1>());
-          take(i, due);
+        for (; i < stop; i += PAGES) {
+          const bool two = PAGES == 2 && i + 1 < stop;
+          wait_turn(two);
+          score(due);
+          take(i, due, two);
           weigh(s, fresh);
           rescale();
-          values<0>();
-          values<1>();
+          values();
           sync_warp();
-          advance();
+          advance_turn(two);
         }
+        i = stop;
         end_split();
         write();
       }
@@ -972,25 +1055,25 @@ struct CodedSplit {
       clear();
       // Copy groups (no bulk copies): a page's low plane and another's main part in every turn.
       constexpr int kMain = 2 * (STAGES - 2);
-      static_assert(STAGES == 3, "kMain holds for all turns");
+      static_assert(STAGES == 3 && PAGES == 1, "kMain holds for all turns");
       for (int i = 0, edge = 0; i <= count; ++i) {
         const bool more = i < count, turn = !more || i == edge;  // a split ended before
         if (i == edge) edge += span.split_pages;
         uint32_t wanted = 0;
-        int stage = 0;
+        int stages[PAGES] = {};
         if (turn && i > 0) end_split();
         if (more) {
-          stage = score(ring.template wait<kMain>());
+          stages[0] = ring.template wait<kMain>();
+          score(stages);
           if (turn) begin_split();
-          take(i, stage);
-          wanted = find_hot(s);
+          take(i, stages, false);
+          wanted = find_hot(s[0]);
         }
         if (i > 0) {
           rescale();
           copy_async_wait<LOOPKV_BULK_COPY ? 0 : 1>();
           sync_warp();
-          values<0>();
-          values<1>();
+          values();
           sync_warp();
           if (turn) {
             write();
@@ -998,14 +1081,14 @@ struct CodedSplit {
           }
         }
         if (more) {
-          fetch_low(stage, wanted);
+          fetch_low(stages[0], wanted);
           if (i > 0) {
             advance();
           } else if (!LOOPKV_BULK_COPY) {
             copy_async_commit();
           }
           hot = wanted;
-          due = stage;
+          due[0] = stages[0];
           weigh(s, fresh);
         }
       }
@@ -1092,21 +1175,34 @@ LKV_DEVICE void merge_parts(const AttendArgs& a, const QueryTile& tile, int tile
   }
 }
 
-// Reports parts; the warp that brings a (tile, head)'s last one merges them all.
+// Reports the parts this warp wrote since it last did; the warp that brings a (tile, head)'s last one merges them all.
 template <typename Config, int BATCH>
-LKV_NOINLINE void report_parts(const AttendArgs& a, const TileTable& table, int tile_index, int head, int written) {
+LKV_NOINLINE void report_parts(const AttendArgs& a, const TileTable& table, WarpNotes& notes) {
   sync_warp();
-  const QueryTile tile = tile_of(a, table, tile_index, Config::tile_queries(a.geometry.group_queries));
-  const int parts = span_of(a.geometry, tile.tokens, tile.queries).parts();
-  uint32_t arrived = 0;
-  uint32_t* arrivals = a.workspace.arrivals + static_cast<int64_t>(tile_index) * a.geometry.kv_heads + head;
-  if (lane_id() == 0) arrived = atomic_add_release(arrivals, written) + written;
-  if (static_cast<int>(shfl(arrived, 0)) == parts) {
-    if (lane_id() == 0) fence_device();
-    sync_warp();
-    merge_parts<Config, BATCH>(a, tile, tile_index, head, parts);
-    if (lane_id() == 0) *arrivals = 0;
+  const int H = a.geometry.kv_heads, lane = lane_id();
+  bool last = false;
+  int place = 0, all = 0;
+  if (lane < notes.written) {  // a lane each
+    place = notes.written_place[lane];
+    all = notes.written_all[lane];
+    const uint32_t mine = notes.written_parts[lane];
+    uint32_t* arrivals = a.workspace.arrivals + static_cast<int64_t>(place >> 16) * H + (place & 0xffff);
+    last = static_cast<int>(atomic_add_release(arrivals, mine) + mine) == all;
+    if (last) {
+      fence_device();
+      *arrivals = 0;  // for the next launch
+    }
   }
+  uint32_t complete = ballot(last);
+  sync_warp();
+  if (lane == 0) notes.written = 0;
+  while (complete != 0) {
+    const int from = popcount((complete & (0u - complete)) - 1u), which = shfl(place, from);
+    const QueryTile tile = tile_of(a, table, which >> 16, Config::tile_queries(a.geometry.group_queries));
+    merge_parts<Config, BATCH>(a, tile, which >> 16, which & 0xffff, shfl(all, from));
+    complete &= complete - 1;
+  }
+  sync_warp();
 }
 
 template <typename Config>
@@ -1136,7 +1232,7 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
     }
   }
   if (lane == 0) {
-    notes.written_tile = -1;
+    notes.written = 0;
     notes.epoch = now;
 #if LOOPKV_BULK_COPY
     for (int i = 0; i < Config::STAGES; ++i) barrier_init(notes.barriers + i);
@@ -1173,9 +1269,7 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
   const int fixed = block_count() * Config::WARPS;  // tasks given by place in the grid
   int task = warp * block_count() + block_id();
   auto report = [&] {
-    if (notes.written_tile >= 0) {
-      report_parts<Config, 8>(a, table, notes.written_tile, notes.written_head, notes.written_parts);
-    }
+    if (notes.written == kReports) report_parts<Config, 8>(a, table, notes);
   };
   while (task < notes.tasks) {
     const int split_tasks = notes.split_tasks;
@@ -1205,6 +1299,7 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
       notes.tile = tile_index;
       notes.head = head;
       notes.part = exact ? mine : span.chunks + mine;
+      notes.all = span.parts();
     }
     int next = -1;
     if (exact) {
@@ -1224,16 +1319,16 @@ LKV_DEVICE void attend_body(const AttendArgs& a, uint8_t* shared) {
     }
     sync_warp();
     if (lane == 0) {
-      notes.written_tile = notes.tile;
-      notes.written_head = notes.head;
-      notes.written_parts = parts;
+      const int at = notes.written++;
+      notes.written_place[at] = notes.tile << 16 | notes.head;
+      notes.written_parts[at] = parts;
+      notes.written_all[at] = notes.all;
     }
     task = next >= 0 ? next : fixed + static_cast<int>(shfl(ticket, 0));
     sync_warp();
   }
-  if (notes.written_tile >= 0) {  // nothing else to hold in registers, and nothing to do meanwhile
-    report_parts<Config, (Config::D <= 128 ? 16 : 8)>(a, table, notes.written_tile, notes.written_head,
-                                                      notes.written_parts);
+  if (notes.written > 0) {  // nothing else to hold in registers, and nothing to do meanwhile
+    report_parts<Config, (Config::D <= 128 ? 16 : 8)>(a, table, notes);
   }
   sync_block();
   if (thread_id() == 0) {
