@@ -77,7 +77,9 @@ def kept(one: DecodeSettings, arm: str, context: int, slot: str, what: str = "de
         "slot": slot,
     }
     place["arm"] = parse_arm(arm).label
-    return make_record(what, 1.0, "ms", settings={**place, "batch": 1}, model=one.identity.name)
+    plan = parse_arm(arm).load_plan(one.identity)
+    sha256 = None if plan is None else plan.sha256
+    return make_record(what, 1.0, "ms", settings={**place, "batch": 1}, model=one.identity.name, plan_sha256=sha256)
 
 
 def test_only_missing_rows_are_run(tmp_path: Path) -> None:
@@ -92,6 +94,40 @@ def test_only_missing_rows_are_run(tmp_path: Path) -> None:
     assert missing_rows(other, stock, records) == every  # another engine, another measurement
     assert missing_rows(settings(tmp_path, prefill=True), stock, records) == every  # likewise other caches
     assert missing_rows(settings(tmp_path, ttft=True), stock, records)[:2] == ((400, TTFT_SLOT), (400, "peak"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hardware": "NVIDIA H200"},
+        {"versions": {"vllm": "0.1"}},
+        {"model": "another"},
+        {"weights_sha256": "a" * 64},
+        {"plan_sha256": "b" * 64},
+    ],
+)
+def test_rows_of_another_place_or_model_are_missing_here(tmp_path: Path, change: dict[str, Any]) -> None:
+    one = settings(tmp_path)
+    for arm in one.arms:
+        row = kept(one, arm.label, 400, "1")
+        assert len(missing_rows(one, arm, [row])) == 3
+        assert len(missing_rows(one, arm, [row.model_copy(update=change)])) == 4
+
+
+def test_rows_of_another_gpu_are_named_kept_and_measured_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = settings(tmp_path, arms=parse_arms(["stock"]), contexts=(400,))
+    rows = [kept(one, "stock", 400, "1"), kept(one, "stock", 400, "peak")]
+    here = rows[0].hardware
+    append_records(one.output, [r.model_copy(update={"hardware": "NVIDIA H200"}) for r in rows])
+    ran: list[Any] = []
+    monkeypatch.setattr(decode, "_run_arm", lambda settings, arm, rows, say: ran.append(rows))
+    said: list[str] = []
+    records = run_decode(one, said.append)
+    assert ran == [((400, "1"), (400, "peak"))] and [r.hardware for r in records] == ["NVIDIA H200"] * 2
+    assert said[0].startswith("2 rows of NVIDIA H200, vLLM ") and f"; this machine is {here}, vLLM " in said[0]
+    append_records(one.output, rows)
+    run_decode(one, said.append)
+    assert len(ran) == 1 and said[-1] == "stock: nothing missing"
 
 
 def test_slots_of_one_batch_are_one_row(tmp_path: Path) -> None:

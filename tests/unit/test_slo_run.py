@@ -172,13 +172,19 @@ def test_a_second_run_measures_nothing_and_scores_the_same(bench: Bench, tmp_pat
     cells = [r for r in second.records if r.what == "slo.cell"]
     lines = [r.model_copy(update={"hardware": "NVIDIA H200"}).model_dump_json() for r in second.records]
     (tmp_path / "slo.jsonl").write_text("\n".join(lines) + "\n")
-    moved = run_slo(settings(tmp_path, max_seconds=0.0), quiet)
+    said: list[str] = []
+    moved = run_slo(settings(tmp_path, max_seconds=0.0), said.append)
+    assert (
+        said[0].startswith("scoring what NVIDIA H200, vLLM ")
+        and f"this machine is {first.records[0].hardware}" in (said[0])
+    )
     assert cells and {r.hardware for r in moved.records} == {"NVIDIA H200"}
     assert len(bench.started) == started
     run_slo(settings(tmp_path, max_seconds=0.0), quiet)
     assert numbers(list(read_records([tmp_path / "slo.jsonl"]))) == numbers(first.records)
     # Measured here, the cells and the tau0 of another machine are another's.
-    assert run_slo(settings(tmp_path), quiet).measured_cells == 6 and len(bench.started) == started + 2
+    assert run_slo(settings(tmp_path), said.append).measured_cells == 6 and len(bench.started) == started + 2
+    assert any(line.startswith("6 cells of NVIDIA H200, vLLM ") for line in said)
     assert {r.hardware for r in run_slo(settings(tmp_path), quiet).scores} != {"NVIDIA H200"}
 
 

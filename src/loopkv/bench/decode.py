@@ -23,6 +23,7 @@ from loopkv.artifacts import Fingerprint
 from loopkv.artifacts.hashing import handed_on
 from loopkv.artifacts.storage import write_atomically
 from loopkv.bench.arms import EngineArm, file_name
+from loopkv.bench.place import Place, measured_elsewhere, place_of, this_place
 from loopkv.errors import LoopKVError
 from loopkv.records import Record, append_records, make_record, read_records
 
@@ -32,6 +33,8 @@ OTHER_STEPS = 32
 TTFT_SLOT = "ttft"
 ALL_SLOTS = "all"
 ENGINE_SLOT = "engine"
+ROW_KINDS = ("decode.step_ms", "decode.refused", "decode.prefill_tok_s")
+"""Kinds of Record that end a row."""
 START_FAILED = 3
 """Exit status of a child whose engine did not start; its Record names the slot ``engine`` and no context."""
 WORKER = "loopkv.bench.decode_worker"
@@ -162,16 +165,13 @@ def batch_of(slot: str, peak: int) -> int:
 
 
 def missing_rows(settings: DecodeSettings, arm: EngineArm, records: Sequence[Record]) -> tuple[tuple[int, str], ...]:
-    """Rows (context, slot) of one arm without a Record of these settings.
+    """Rows (context, slot) of one arm without a Record of these settings, measured on this hardware and vLLM.
 
     A slot counts as measured where any slot gave its batch: ``64`` and ``peak`` are one row where 50 fit.
     """
-    mine = [r for r in records if _is_of(settings, arm, r)]
-    done = {
-        (r.settings.get("context_tokens"), r.settings.get("slot"))
-        for r in mine
-        if r.what in ("decode.step_ms", "decode.refused", "decode.prefill_tok_s")
-    }
+    here = this_place()
+    mine = [r for r in _of_arm(settings, arm, records) if place_of(r) == here]
+    done = {(r.settings.get("context_tokens"), r.settings.get("slot")) for r in mine if r.what in ROW_KINDS}
     timed = [r.settings for r in mine if r.what == "decode.step_ms" and r.settings.get("peak_batch")]
     peaks = {s["context_tokens"]: int(s["peak_batch"]) for s in timed}
     batches = {(s["context_tokens"], s["batch"]) for s in timed}
@@ -185,25 +185,29 @@ def missing_rows(settings: DecodeSettings, arm: EngineArm, records: Sequence[Rec
     return tuple((context, slot) for context in settings.contexts for slot in slots if missing(context, slot))
 
 
-def _is_of(settings: DecodeSettings, arm: EngineArm, record: Record) -> bool:
-    """Whether a Record is of this arm under these settings."""
-    place = record.settings
-    return (
-        record.model == settings.identity.name
-        and (place.get("arm"), place.get("spec")) == (arm.label, arm.spec)
-        and (place.get("engine"), place.get("contents")) == (engine_text(settings), settings.contents)
-    )
+def _of_arm(settings: DecodeSettings, arm: EngineArm, records: Sequence[Record]) -> list[Record]:
+    """The Records of this arm under these settings, wherever they were measured."""
+    identity = settings.identity
+    plan = arm.load_plan(identity)
+    model = identity.name, identity.weights_sha256, None if plan is None else plan.sha256
+    wanted = {"arm": arm.label, "spec": arm.spec, "engine": engine_text(settings), "contents": settings.contents}
+    return [
+        record
+        for record in records
+        if (record.model, record.weights_sha256, record.plan_sha256) == model
+        and all(record.settings.get(key) == value for key, value in wanted.items())
+    ]
 
 
-def _forget_failures(settings: DecodeSettings, arm: EngineArm) -> None:
-    """Drop what earlier engines of this arm failed with: the run that follows says how it is now."""
+def _forget_failures(settings: DecodeSettings, arm: EngineArm, here: Place) -> None:
+    """Drop what earlier engines of this arm failed with here: the run that follows says how it is now."""
     if not settings.output.exists():
         return
     known = list(read_records([settings.output]))
     failed = [
         r
-        for r in known
-        if r.what == "decode.refused" and r.settings.get("slot") in (None, ENGINE_SLOT) and _is_of(settings, arm, r)
+        for r in _of_arm(settings, arm, known)
+        if r.what == "decode.refused" and r.settings.get("slot") in (None, ENGINE_SLOT) and place_of(r) == here
     ]
     if failed:
         kept = [r for r in known if all(r is not one for one in failed)]
@@ -219,7 +223,8 @@ def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
     """Measure every missing row of every arm; returns all Records of the file.
 
     An arm that the engine refuses, or that runs out of time, leaves a ``decode.refused`` Record or missing rows; the
-    others still run. An arm that is tried again loses the Record of its engine's earlier failure.
+    others still run. An arm that is tried again loses the Record of its engine's earlier failure. Rows of other
+    hardware or another vLLM stay in the file, and are measured here all the same.
 
     Raises:
         LoopKVError: a bad plan (before anything starts) or an unreadable Records file.
@@ -230,12 +235,16 @@ def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
     if known:  # drops a torn last line
         write_atomically(settings.output, "".join(r.to_line() for r in known).encode())
     settings.work.mkdir(parents=True, exist_ok=True)
+    here = this_place()
+    rows_known = [r for arm in settings.arms for r in _of_arm(settings, arm, known) if r.what in ROW_KINDS]
+    if (elsewhere := measured_elsewhere(rows_known, here, "rows")) is not None:
+        say(elsewhere)
     for arm in settings.arms:
         rows = missing_rows(settings, arm, known)
         if not rows:
             say(f"{arm.label}: nothing missing")
             continue
-        _forget_failures(settings, arm)
+        _forget_failures(settings, arm, here)
         say(f"{arm.label}: {len(rows)} rows, at most {settings.arm_seconds:.0f} s")
         _run_arm(settings, arm, rows, say)
     return tuple(read_records([settings.output])) if settings.output.exists() else ()
@@ -297,9 +306,17 @@ def _run_arm(settings: DecodeSettings, arm: EngineArm, rows: tuple[tuple[int, st
     # No slot of a row: an engine that failed is tried again by the next run.
     where = {"slot": ENGINE_SLOT} if status == START_FAILED else {"context_tokens": rows[0][0]}
     refused = {**place, "reason": reason, **where}
-    append_records(
-        settings.output, [make_record("decode.refused", None, "", settings=refused, model=settings.identity.name)]
+    identity, plan = settings.identity, arm.load_plan(settings.identity)
+    made = make_record(
+        "decode.refused",
+        None,
+        "",
+        settings=refused,
+        model=identity.name,
+        weights_sha256=identity.weights_sha256,
+        plan_sha256=None if plan is None else plan.sha256,
     )
+    append_records(settings.output, [made])
 
 
 def _reason(log: Path, status: int) -> str:

