@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure as Canvas
 from support.html_page import check_page
 from support.record_data import all_records, decode_records, record, slo_records
 from typer.testing import CliRunner
@@ -21,6 +23,7 @@ from loopkv.report.figure import to_svg
 from loopkv.report.from_records import DRAWN_KINDS, FOLDED_KINDS, problem, records_page
 from loopkv.report.page import Table
 from loopkv.report.sections.common import command, report_command
+from loopkv.report.theme import PNG_THEME
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,46 @@ def test_ladders_of_two_servers_or_two_pools_are_not_mixed() -> None:
     ]
     first, second = (f for f in records_page(pools).figures if f.key.startswith("slo"))
     assert "simulated H200, pool of 3 GiB," in first.png_title and "pool of 125 GiB" in second.png_title
+
+
+def test_simulations_of_other_constants_or_another_watermark_are_neither_joined_nor_replaced() -> None:
+    """Three runs in one file: from bytes, fitted (the fits of two arms are named in each Record), and with a watermark;
+    then a second fit of other numbers."""
+    rows = [r for r in slo_records() if r.what.startswith("simulate.")]
+    fits = "kivi4: decode.step_ms: t_fix 4.32 ms, 4.13 TB/s; 9 rows; LoopKV-M: slo.cell: t_fix 1 ms, 3 TB/s; 8 rows"
+    told = (
+        {"constants": "given; prefill 2e4 tok/s assumed"},
+        {"constants": f"fitted to d.jsonl; prefill 2e4 tok/s assumed; {fits}"},
+        {"constants": "given; prefill 2e4 tok/s assumed; watermark 0.06", "watermark": 0.06},
+    )
+    more = {"constants": f"fitted to e.jsonl; prefill 2e4 tok/s assumed; {fits.replace('4.32', '4.4')}"}
+
+    def made(runs: Sequence[dict[str, object]]) -> list[Record]:
+        return [r.model_copy(update={"settings": {**r.settings, **run}}) for run in runs for r in rows]
+
+    page = records_page(made(told))
+    (figure,) = (f for f in page.figures if f.key.startswith("slo"))
+    axes = Canvas(figsize=(4.2, 4.0), layout="constrained").subplots()
+    figure.drawing.draw(axes, PNG_THEME)
+    lines = {str(line.get_label()): line for line in axes.get_lines()}
+    names = ["kivi4, bytes", "kivi4, fitted to decode", "kivi4, bytes, watermark 0.06"]
+    assert {*names, "LoopKV-M, fitted to ladder"} <= set(lines)
+    assert all(len(lines[name].get_xdata()) == 5 for name in names)
+    assert len({lines[name].get_linestyle() for name in names}) == 3
+    assert "kivi4, fitted to decode: fitted to d.jsonl; prefill 2e4 tok/s assumed; kivi4: decode" in figure.explanation
+    table = next(t for title, t in tables(page).items() if title.startswith("Simulated capacity"))
+    assert table.columns[2:5] == ("kivi4\nbytes", "LoopKV-M\nbytes", "kivi4\nfitted to decode")
+    assert [*table.columns[6:8]] == ["kivi4\nbytes, watermark 0.06", "LoopKV-M\nbytes, watermark 0.06"]
+    assert len(table.rows) == 1 and "-" not in table.rows[0] and "4.32 ms" in table.note
+    assert "Records without a row of their own" not in tables(page)
+
+    page = records_page(made((*told, more)))
+    (figure,) = (f for f in page.figures if f.key.startswith("slo"))
+    assert "kivi4, fitted to decode (1): 1.00 at" in figure.alt and "kivi4, fitted to decode (2): 1.00" in figure.alt
+    assert "Records without a row of their own" not in tables(page)
+    again = records_page(made((told[0], told[0])))
+    counted = tables(again)["Records without a row of their own"]
+    assert [row[:2] for row in counted.rows] == [("simulate.attainment", "10"), ("simulate.capacity", "2")]
 
 
 def test_measured_ladders_come_before_simulated_ones_and_each_says_what_it_is() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loopkv.report.figure import Drawing
 from loopkv.report.plots.labels import draw_labels
 from loopkv.report.plots.scales import set_scales
-from loopkv.report.plots.series import HEIGHT_IN, WIDTH_IN, Series, dash_of, marker_of
+from loopkv.report.plots.series import HEIGHT_IN, RUN_DASHES, WIDTH_IN, Series, dash_of, marker_of
 from loopkv.report.theme import Theme
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def curves(
             style: dict[str, Any] = {
                 "color": colour,
                 "marker": marker_of(number) if one.marked else "none",
-                "linestyle": ("--" if one.dashed else dash_of(number)) if one.line else "none",
+                "linestyle": _line_of(one, number) if one.line else "none",
                 "markerfacecolor": "none" if one.hollow else colour,
                 "label": one.name or "_nolegend_",
             }
@@ -83,7 +83,18 @@ def curves(
         axes.set_ylabel(y_label)
         names = [one.name for one in series if one.name]
         if names:
-            axes.figure.legend(loc="outside lower center", ncols=2 if max(map(len, names)) > 14 else 3)
+            axes.figure.legend(loc="outside lower center", ncols=_legend_columns(names))
         draw_labels(axes, labels, theme.paper)
 
-    return Drawing(WIDTH_IN, height_in + 0.17 * math.ceil(len(series) / 2), draw)
+    names = [one.name for one in series if one.name]
+    return Drawing(WIDTH_IN, height_in + 0.17 * math.ceil(len(names) / min(2, _legend_columns(names))), draw)
+
+
+def _line_of(one: Series, number: int) -> Any:
+    return RUN_DASHES[one.run % len(RUN_DASHES)] if one.dashed else dash_of(number)
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    """As many as the width holds."""
+    longest = max(map(len, names), default=0)
+    return 1 if longest > 28 else 2 if longest > 14 else 3

@@ -8,6 +8,8 @@ from typing import Any
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COLOURS = 8  # of a theme
 DASHES: tuple[Any, ...] = ("-", (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)))
+RUN_DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (7, 1.5, 1, 1.5, 1, 1.5)), (0, (2, 2)))
+"""Line styles of the further runs of one look."""
 WIDTH_IN, HEIGHT_IN = 4.2, 3.1
 
 
@@ -25,7 +27,8 @@ def dash_of(number: int) -> Any:
 class Series:
     """One line or cloud of points. ``labels`` are written beside its points.
 
-    ``colour`` numbers its look (colour, marker and dash, see ``marker_of``); ``dashed`` is a second run of that look.
+    ``colour`` numbers its look (colour, marker and dash, see ``marker_of``); ``dashed`` is a second run of that look,
+    or with ``run`` above 0 one after it.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Series:
     colour: int | None = None
     line: bool = True
     dashed: bool = False
+    run: int = 0
     hollow: bool = False
     marked: bool = True
     low: tuple[float, ...] = field(default=())

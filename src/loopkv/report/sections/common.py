@@ -9,12 +9,25 @@ from typing import Any, TypeVar
 from loopkv.record_kinds import ignores_eos
 from loopkv.records import Record
 from loopkv.report.plots import short_number
+from loopkv.report.sections.simulated import constants_of, watermark_of
 
 _Key = TypeVar("_Key")
 MAX_COMMANDS = 3
 BASELINE_ARMS = ("bf16", "stock", "bf16-stock", "BF16")
 
-_LADDER = ("arm", "tau0_ms", "k", "ttft_s", "workload", "gpu", "pool_bytes", "server", "ignore_eos")
+_LADDER = (
+    "arm",
+    "tau0_ms",
+    "k",
+    "ttft_s",
+    "workload",
+    "gpu",
+    "pool_bytes",
+    "server",
+    "ignore_eos",
+    "constants",
+    "watermark",
+)
 _SLO = (*_LADDER, "rate_per_s")
 PLACES: dict[str, tuple[str, ...]] = {
     "decode.step_ms": ("arm", "context_tokens", "batch"),
@@ -100,8 +113,14 @@ def place_of(record: Record) -> tuple[Any, ...] | None:
 
 
 def _part(record: Record, key: str) -> str:
-    """One setting of a place; whether answers ran to their full length is known of every Record."""
-    return str(ignores_eos(record) if key == "ignore_eos" else record.settings.get(key))
+    """One setting of a place; of every Record it is known whether answers ran to their full length, and the watermark."""
+    if key == "ignore_eos":
+        return str(ignores_eos(record))
+    if key == "constants":
+        return constants_of(record)
+    if key == "watermark":
+        return f"{watermark_of(record):g}"
+    return str(record.settings.get(key))
 
 
 def replaced(records: Iterable[Record]) -> list[Record]:

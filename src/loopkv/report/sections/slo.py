@@ -24,6 +24,7 @@ from loopkv.report.sections.common import (
     slug,
     text,
 )
+from loopkv.report.sections.simulated import constants_of, run_name, watermark_of
 
 ATTAINMENT_RULE = 0.95
 DRAWN_BOUNDS = (3.0, 10.0)  # k and TTFT of the paper's main objective; the others are in a table
@@ -59,22 +60,62 @@ class _Place:
         return ", ".join(part for part in (self.model, self.where, pool, workload, self.answers, self.server) if part)
 
 
+class _Runs:
+    """Names of simulated ladders: the arm with what it was computed with, ``m, bytes, watermark 0.06``.
+
+    Where runs of one arm and place have one name and other constants, they are numbered. Measured ladders are called by
+    their arm.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.found: dict[tuple[_Place, str, str], list[str]] = {}
+        for record in records:
+            constants = self.found.setdefault(self._key(record), [])
+            if constants_of(record) not in constants:
+                constants.append(constants_of(record))
+
+    def _key(self, record: Record) -> tuple[_Place, str, str]:
+        return _place(record), text(record, "arm"), run_name(record)
+
+    def of(self, record: Record) -> str:
+        """What the record was computed with, empty where it was measured or does not say."""
+        alike = self.found[self._key(record)]
+        name = run_name(record)
+        return f"{name} ({alike.index(constants_of(record)) + 1})".strip() if len(alike) > 1 else name
+
+    def label(self, record: Record, between: str = ", ") -> str:
+        """The arm and what it was computed with."""
+        return between.join(part for part in (text(record, "arm"), self.of(record)) if part)
+
+    def constants(self, records: Sequence[Record]) -> str:
+        """The constants of every simulated ladder in a sentence."""
+        told = grouped(records, lambda r: (constants_of(r), watermark_of(r)))
+        parts = [
+            f"{' / '.join(dict.fromkeys(map(self.label, rows)))}: {constants}"
+            for (constants, _), rows in told.items()
+            if constants
+        ]
+        return f" Constants of {'. '.join(parts)}." if parts else ""
+
+
 def slo_section(records: Sequence[Record]) -> Section | None:
     """Everything of ``slo.*`` and ``simulate.*``: measured ladders, then simulated ones."""
     attained = _unique(of_kind(records, "slo.attainment", "simulate.attainment"), PLACES["slo.attainment"])
     capacities = _unique(_kinds(records, "slo.capacity", "simulate.capacity"), PLACES["slo.capacity"])
     arms = arms_of(attained)
+    runs = _Runs([*attained, *capacities])
     blocks: list[Figure | Table] = []
     for place, rows in _by_place(attained).items():
         for tau0_ms, group in grouped(rows, lambda r: float(r.settings["tau0_ms"])).items():
             by_bounds = grouped(group, _bounds)
             shown = next((b for b in by_bounds if b[:2] == DRAWN_BOUNDS), next(iter(by_bounds)))
-            blocks.append(_ladder(shown, place, by_bounds[shown], arms))
+            blocks.append(_ladder(shown, place, by_bounds[shown], arms, runs))
             if len(by_bounds) > 1:
-                blocks.append(_all_bounds_table(group, sorted(by_bounds), place, tau0_ms))
+                blocks.append(_all_bounds_table(group, sorted(by_bounds), place, tau0_ms, runs))
     blocks.sort(key=lambda block: isinstance(block, Table))
-    blocks += [_capacity_table(place, rows) for place, rows in _by_place(capacities).items()]
-    blocks += [table for place, rows in _by_place(attained).items() if (table := _misses(place, rows)) is not None]
+    blocks += [_capacity_table(place, rows, runs) for place, rows in _by_place(capacities).items()]
+    missed = [_misses(place, rows, runs) for place, rows in _by_place(attained).items()]
+    blocks += [table for table in missed if table is not None]
     ratios = _unique(of_kind(records, "slo.capacity_ratio"), PLACES["slo.capacity_ratio"])
     blocks += [_ratio_table(place, rows) for place, rows in _by_place(ratios).items()]
     tau0 = _unique(of_kind(records, "slo.tau0_ms"), PLACES["slo.tau0_ms"])
@@ -167,17 +208,20 @@ def _bound_text(bounds: tuple[float, float, float]) -> str:
     return f"TTFT <= {ttft:g} s, TPOT <= {k:g} x {tau0:.4g} ms = {k * tau0:.4g} ms"
 
 
-def _ladder(bounds: tuple[float, float, float], place: _Place, rows: Sequence[Record], arms: Sequence[str]) -> Figure:
+def _ladder(
+    bounds: tuple[float, float, float], place: _Place, rows: Sequence[Record], arms: Sequence[str], runs: _Runs
+) -> Figure:
     series = []
     lines = []
     told = []
     simulated = place.simulated
-    for (arm, seed), group in grouped(rows, lambda r: (text(r, "arm"), r.seed)).items():
+    for (label, seed), group in grouped(rows, lambda r: (runs.label(r), r.seed)).items():
         ordered = sorted(group, key=lambda r: float(r.settings["rate_per_s"]))
-        seeds = list(dict.fromkeys(r.seed for r in rows if text(r, "arm") == arm))
-        tail = " (simulated)" if simulated else ""
-        name = arm + (f", seed {seed}" if len(seeds) > 1 else "") + tail
-        legend = "" if seed != seeds[0] else arm + (f" ({len(seeds)} seeds)" if len(seeds) > 1 else "") + tail
+        arm = text(group[0], "arm")
+        seeds = list(dict.fromkeys(r.seed for r in rows if runs.label(r) == label))
+        of_arm = list(dict.fromkeys(runs.of(r) for r in rows if text(r, "arm") == arm))
+        name = label + (f", seed {seed}" if len(seeds) > 1 else "")
+        legend = "" if seed != seeds[0] else label + (f" ({len(seeds)} seeds)" if len(seeds) > 1 else "")
         series.append(
             Series(
                 legend,
@@ -185,6 +229,7 @@ def _ladder(bounds: tuple[float, float, float], place: _Place, rows: Sequence[Re
                 tuple(float(r.value or 0) for r in ordered),
                 colour=list(arms).index(arm),
                 dashed=simulated,
+                run=of_arm.index(runs.of(group[0])),
                 hollow=simulated,
             )
         )
@@ -213,7 +258,7 @@ def _ladder(bounds: tuple[float, float, float], place: _Place, rows: Sequence[Re
         title=f"{kind}: {_bound_text(bounds)}",
         explanation=(
             f"{place.text}. Share of requests in the objective at each arrival rate; an arm's capacity is its last "
-            f"rung before the line falls below {ATTAINMENT_RULE:.0%}."
+            f"rung before the line falls below {ATTAINMENT_RULE:.0%}.{runs.constants(rows)}"
         ),
         alt="; ".join(told) + ".",
         command=command(rows),
@@ -230,12 +275,12 @@ def _ladder(bounds: tuple[float, float, float], place: _Place, rows: Sequence[Re
 
 
 def _all_bounds_table(
-    rows: Sequence[Record], bounds: Sequence[tuple[float, float, float]], place: _Place, tau0: float
+    rows: Sequence[Record], bounds: Sequence[tuple[float, float, float]], place: _Place, tau0: float, runs: _Runs
 ) -> Table:
     """Attainment of every rung under every bound at one tau0."""
     lines = []
     for (arm, seed, rate), group in grouped(
-        rows, lambda r: (text(r, "arm"), r.seed, float(r.settings["rate_per_s"]))
+        rows, lambda r: (runs.label(r), r.seed, float(r.settings["rate_per_s"]))
     ).items():
         at = {_bounds(r): float(r.value or 0) for r in group}
         seed_text = "-" if seed is None else str(seed)
@@ -245,28 +290,29 @@ def _all_bounds_table(
     return table_of(title, ("arm", "seed", "req/s", *names), lines)
 
 
-def _capacity_table(place: _Place, rows: Sequence[Record]) -> Table:
+def _capacity_table(place: _Place, rows: Sequence[Record], runs: _Runs) -> Table:
     """Capacities of all arms, a row for each pair of bounds: a phone shows them without scrolling."""
-    arms = arms_of(rows)
+    labels = list(dict.fromkeys(runs.label(r, "\n") for r in rows))
     lines = []
     order = sorted(grouped(rows, lambda r: (*reversed(_bounds(r)), r.seed or 0)).items(), key=lambda one: one[0])
     for (tau0, ttft, k, _), group in order:
-        at = {text(r, "arm"): r for r in group}
+        at = {runs.label(r, "\n"): r for r in group}
         seed = group[0].seed
         lines.append(
             (
                 f"{k * tau0:.4g} ms ({k:g} x {tau0:.4g})",
                 f"{ttft:g} s",
-                *(_capacity_text(at.get(arm)) for arm in arms),
+                *(_capacity_text(at.get(label)) for label in labels),
                 "-" if seed is None else str(seed),
             )
         )
     return table_of(
         f"{'Simulated capacity' if place.simulated else 'Capacity'} in req/s ({place.text})",
-        ("TPOT (k x tau0)", "TTFT", *arms, "seed"),
+        ("TPOT (k x tau0)", "TTFT", *labels, "seed"),
         lines,
         "Highest rate tested with at least 95% attainment before the first rung below it; < means that the lowest "
-        "rung fails, >= that no rung fails or that a rate below the first failing rung was not tested.",
+        "rung fails, >= that no rung fails or that a rate below the first failing rung was not tested."
+        f"{runs.constants(rows)}",
     )
 
 
@@ -280,10 +326,10 @@ def _capacity_text(record: Record | None) -> str:
     return f"{'>=' if at_least else ''}{record.value:.4g}"
 
 
-def _misses(place: _Place, rows: Sequence[Record]) -> Table | None:
+def _misses(place: _Place, rows: Sequence[Record], runs: _Runs) -> Table | None:
     """The first failing rung of every ladder."""
     lines = []
-    for (arm, seed, bounds), group in grouped(rows, lambda r: (text(r, "arm"), r.seed, _bounds(r))).items():
+    for (arm, seed, bounds), group in grouped(rows, lambda r: (runs.label(r), r.seed, _bounds(r))).items():
         ordered = sorted(group, key=lambda r: float(r.settings["rate_per_s"]))
         first = next((r for r in ordered if float(r.value or 0) < ATTAINMENT_RULE), None)
         if first is None:
