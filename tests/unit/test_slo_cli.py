@@ -12,6 +12,7 @@ from loopkv.bench import slo_run
 from loopkv.bench.workload import Request, write_workload
 from loopkv.cli.app import app
 from loopkv.errors import LoopKVError
+from loopkv.records import make_record
 
 
 @pytest.fixture
@@ -19,9 +20,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What reaches ``run_slo``, which does not run."""
     calls: list[Any] = []
 
-    def run(settings: Any, say: Any) -> Any:
+    def run(settings: Any, *_: Any) -> Any:
         calls.append(settings)
-        return slo_run.SloResult((), (), 0, 0, {})
+        return slo_run.SloResult((), (), 0, (), {})
 
     monkeypatch.setattr(slo_run, "run_slo", run)
     write_workload(tmp_path / "w.jsonl", [Request(8, 8, "a b c d e f g h")] * 3)
@@ -68,6 +69,20 @@ def test_what_is_given_is_what_runs(tmp_path: Path, asked: list[Any]) -> None:
 def test_an_arm_that_failed_makes_the_command_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_workload(tmp_path / "w.jsonl", [Request(8, 8)] * 3)
     failures = {"kivi4": LoopKVError("vllm serve")}
-    monkeypatch.setattr(slo_run, "run_slo", lambda *_: slo_run.SloResult((), (), 2, 3, failures))
-    done = invoke(tmp_path, "--rates", "1")
-    assert done.exit_code == 1 and "kivi4" in str(done.exception) and "3 cells left" in done.output
+    monkeypatch.setattr(slo_run, "run_slo", lambda *_: slo_run.SloResult((), (), 2, ("kivi4 1", "kivi4 2"), failures))
+    done = invoke(tmp_path, "--rates", "1,2")
+    assert done.exit_code == 1 and "kivi4" in str(done.exception) and "left: kivi4 1, kivi4 2; run" in done.output
+
+
+def test_an_interrupted_command_prints_what_it_came_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_workload(tmp_path / "w.jsonl", [Request(8, 8)] * 3)
+    settings = {"arm": "kivi4", "k": 3.0, "ttft_s": 10.0, "tau0_ms": 2.0, "tau0_rule": "given", "lowest_rate": 1.0}
+    capacity = make_record("slo.capacity", 1.0, "req/s", settings={**settings, "bound": "at_least"}, seed=101)
+
+    def run(settings: Any, say: Any, interrupted: Any) -> Any:
+        interrupted(slo_run.SloResult((capacity,), (capacity,), 1, ("kivi4 2",), {}))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slo_run, "run_slo", run)
+    done = invoke(tmp_path, "--rates", "1,2")
+    assert done.exit_code == 130 and ">=1" in done.output and "left: kivi4 2; run" in done.output

@@ -544,11 +544,65 @@ def test_an_interrupted_run_is_scored(bench: Bench, tmp_path: Path, end: type[Ba
         return answer(*arguments, rate_per_s=rate_per_s, **options)
 
     slo_run.run_client = client  # type: ignore[assignment]  # undone with the fixture's own
+    came_to: list[slo_run.SloResult] = []
     with pytest.raises(end):
-        run_slo(settings(tmp_path, ("stock",)), said.append)
+        run_slo(settings(tmp_path, ("stock", "kivi4")), said.append, came_to.append)
     found = [r for r in read_records([tmp_path / "slo.jsonl"]) if r.what == "slo.capacity"]
     assert {(r.value, r.settings["bound"]) for r in found} == {(1.0, "at_least")} and len(found) == 18
-    assert "keeps 2 cells" in said[-1] and "again to go on" in said[-1]
+    assert "keeps 2 cells" in said[-1] and bench.running_now == 0
+    (result,) = came_to
+    assert [r.value for r in result.scores if r.what == "slo.capacity"] == [r.value for r in found]
+    assert result.left == ("stock 2", "stock 4", "kivi4 0.5", "kivi4 1", "kivi4 2", "kivi4 4")
+
+
+def test_a_rung_says_how_many_requests_met_the_bounds(bench: Bench, tmp_path: Path) -> None:
+    """Of 25 scored, each TPOT bound keeps those below it; the first TTFT bound alone counts."""
+    answer = bench.client
+
+    def client(*arguments: Any, rate_per_s: float, **options: Any) -> ClientRun:
+        done = answer(*arguments, rate_per_s=rate_per_s, **options)
+        if math.isinf(rate_per_s):
+            return done
+        slow = {10: (1.0, 0.0045), 11: (1.0, 0.009), 12: (12.0, 0.001)}  # 2.25 tau0, 4.5 tau0, late
+        rows = [
+            dataclasses.replace(one, ttft_s=slow[i][0], tpot_s=slow[i][1]) if i in slow else one
+            for i, one in enumerate(done.requests)
+        ]
+        return dataclasses.replace(done, requests=tuple(rows))
+
+    slo_run.run_client = client  # type: ignore[assignment]  # undone with the fixture's own
+    said: list[str] = []
+    many = tuple(Request(20, 80) for _ in range(31))  # arrivals 3 to 27 of 0 to 30 are scored
+    asked = settings(tmp_path, ("stock",), rates_per_s=(0.5,), requests=many, tau0_ms=2.0)
+    run_slo(asked, said.append)
+    told = "met 22/23/24 of 25 at 2/3/5 tau0 (given, 2.00 ms), TTFT <= 10 s"
+    assert said[-1].endswith(f"7 preemptions; {told}") and not any("warning" in line for line in said)
+    said.clear()
+    run_slo(dataclasses.replace(asked, max_seconds=0.0), said.append)
+    assert said == [f"stock, seed 101, 0.5 req/s: {told}"]
+
+
+def test_few_scored_requests_are_warned_of_once(bench: Bench, tmp_path: Path) -> None:
+    said: list[str] = []
+    for limit in (None, 0.0):
+        said.clear()
+        run_slo(settings(tmp_path, max_seconds=limit), said.append)
+        (warning,) = (line for line in said if line.startswith("warning"))
+        assert "only 9 requests of a rung are scored" in warning and "95% means all" in warning
+        assert sum("; met " in line or ": met " in line for line in said) == 6
+
+
+def test_what_is_left_is_named(bench: Bench, tmp_path: Path) -> None:
+    # 11 requests at 0.5/s and 1/s need 22 s and 11 s
+    asked = settings(tmp_path, arm_rates={"kivi4": (0.47, 2.0)}, rates_per_s=(0.5, 1.0, 2.0), max_seconds=10.0)
+    assert run_slo(asked, quiet).left == ("stock 0.5", "stock 1", "kivi4 0.47")
+    again = run_slo(dataclasses.replace(asked, max_seconds=0.0, seeds=(101, 102)), quiet)
+    assert again.left[:4] == (
+        "stock 0.5 (seed 101)",
+        "stock 1 (seed 101)",
+        "stock 0.5 (seed 102)",
+        "stock 1 (seed 102)",
+    )
 
 
 def test_what_a_cell_belongs_to(bench: Bench, tmp_path: Path) -> None:

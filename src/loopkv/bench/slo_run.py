@@ -64,6 +64,8 @@ WARM_OUTPUT_TOKENS = 8
 TAIL_TAU0 = 1.5
 MAX_NUMBER = 1e12
 STOCK_LABEL = "stock"
+FEW_SCORED = 20
+"""The fewest scored requests of which 95% are fewer than all."""
 SCORE_KINDS = ("slo.attainment", "slo.capacity", "slo.capacity_ratio")
 Say = Callable[[str], None]
 
@@ -174,15 +176,20 @@ class SloResult:
         records: of the whole file.
         scores: those among them that this run derived.
         measured_cells: cells measured now.
-        cells_left: cells that another run would measure.
+        left: cells that another run would measure, by arm, rate and (of several) seed; of a bisection only the next.
         failures: what went wrong with the arms that did not come to their end, by label.
     """
 
     records: tuple[Record, ...]
     scores: tuple[Record, ...]
     measured_cells: int
-    cells_left: int
+    left: tuple[str, ...]
     failures: Mapping[str, LoopKVError]
+
+    @property
+    def cells_left(self) -> int:
+        """How many cells another run would measure."""
+        return len(self.left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +227,8 @@ class _Run:
         self.client_start_s = 0.0
         starts = (cell.record.settings.get("server_start_s") for cell in self.cells.values())
         self.server_start_s = max((float(start) for start in starts if _is_number(start)), default=0.0)
+        self.own_start_s: dict[str, float] = {}
+        self.warned_of_few = False
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -428,8 +437,8 @@ class _Run:
 
     # -- cells ---------------------------------------------------------------------------------------------------------
 
-    def all(self) -> int:
-        """Measure what is missing of tau0 and of every arm; returns the cells left for another run."""
+    def all(self) -> None:
+        """Measure what is missing of tau0 and of every arm."""
         self.say_where()
         stock = next((a for a in self.settings.arms if a.stock and a.kv_cache_dtype == "auto"), None)
         if self.settings.rescoring:
@@ -438,37 +447,33 @@ class _Run:
                 self.say(
                     f"nothing measured yet: no {what} with this workload, model and server; give it time to measure"
                 )
-            return sum(len(self.missing(arm)) for arm in self.settings.arms)
+            for cell in self.known():
+                self.say(f"{_cell_name(cell)}: {self.met(cell)}")
+            return
         if self.settings.together:
-            return self.all_together(stock)
+            self.all_together(stock)
+            return
         if not self.tau0 and stock is None:
             self.measure_tau0(EngineArm(STOCK_LABEL, "stock", None), None)
         ordered = sorted(self.settings.arms, key=lambda arm: arm is not stock)  # tau0 comes with the stock arm's server
-        left = 0
         for arm in ordered:
             cells = self.missing(arm)
-            if self.tau0 and not cells:
-                continue
-            if self.no_time_for(cells):
-                left += len(cells)
+            if (self.tau0 and not cells) or self.no_time_for(cells):
                 continue
             try:
                 with self.server(arm) as url:
                     if not self.tau0:
                         self.measure_tau0(arm, url)
-                    left += self.ladders({arm: url})
+                    self.ladders({arm: url})
             except LoopKVError as error:
                 if not self.tau0:
                     raise self.of_arm(arm, error) from None
                 self.fail(arm, error)
-                left += len(self.missing(arm))
-        return left
 
-    def all_together(self, stock: EngineArm | None) -> int:
+    def all_together(self, stock: EngineArm | None) -> None:
         """As ``all``, with every server up from the start: the rungs of the arms take turns."""
         cells = {arm: self.missing(arm) for arm in self.settings.arms}
         arms = [arm for arm, every in cells.items() if every and not self.no_time_for(every)]
-        left = sum(len(every) for arm, every in cells.items() if arm not in arms)
         calibrated = None if self.tau0 else stock or EngineArm(STOCK_LABEL, "stock", None)
         started = arms if calibrated is None or calibrated in arms else [calibrated, *arms]
         began = time.monotonic()
@@ -484,8 +489,7 @@ class _Run:
                     self.fail(arm, error)
             if calibrated is not None:
                 self.measure_tau0(calibrated, urls[calibrated])
-            left += sum(len(self.missing(arm)) for arm in arms if arm not in urls)
-            return left + self.ladders({arm: urls[arm] for arm in arms if arm in urls})
+            self.ladders({arm: urls[arm] for arm in arms if arm in urls})
 
     def of_arm(self, arm: EngineArm, error: LoopKVError) -> LoopKVError:
         """The same error with its arm and the log of its server."""
@@ -547,8 +551,8 @@ class _Run:
         }
         return next_rung(self.settings.rates_of(arm), met)
 
-    def ladders(self, urls: Mapping[EngineArm, str]) -> int:
-        """Run the missing cells of some arms, one of each in turn; returns how many are left for another run.
+    def ladders(self, urls: Mapping[EngineArm, str]) -> None:
+        """Run the missing cells of some arms, one of each in turn, as far as the time allows.
 
         An arm whose server or client fails ends there, and the others go on.
         """
@@ -570,8 +574,51 @@ class _Run:
                     self.run_cell(url, cell)
                 except LoopKVError as error:
                     self.fail(arm, error)
-                    left.update(self.missing(arm))
-        return len(left)
+
+    def left(self) -> tuple[str, ...]:
+        """Names of the cells that another run would measure."""
+        several = len(self.settings.seeds) > 1
+        return tuple(
+            f"{cell.arm.label} {cell.rate:g}" + (f" (seed {cell.seed})" if several else "")
+            for arm in self.settings.arms
+            for cell in self.missing(arm)
+        )
+
+    def known(self) -> list[_Cell]:
+        """Measured cells of these arms, seeds and rates."""
+        every = (
+            _Cell(arm, seed, rate)
+            for arm in self.settings.arms
+            for seed in self.settings.seeds
+            for rate in self.settings.rates_of(arm)
+        )
+        return [cell for cell in every if cell in self.cells]
+
+    def met(self, cell: _Cell) -> str:
+        """How many scored requests of a measured cell met each TPOT bound and the first TTFT bound.
+
+        Under the shortest tau0 known, which is what a bisection looks at. The first cell with so few scored requests
+        that none of them may miss is followed by a warning.
+        """
+        if not self.tau0:
+            return "not scored: no tau0"
+        rule, tau0_ms = min(self.tau0.items(), key=lambda item: item[1])
+        ttft, ks = self.settings.ttfts_s[0], self.settings.ks
+        scores = [score(self.cells[cell].times, Bounds(ttft, k, tau0_ms / 1e3)) for k in ks]
+        scored = scores[0].scored
+        self.warn_of_few(scored)
+        counts = "/".join(str(sum(one.met)) for one in scores)
+        at = "/".join(f"{k:g}" for k in ks)
+        return f"met {counts} of {scored} at {at} tau0 ({rule}, {tau0_ms:.2f} ms), TTFT <= {ttft:g} s"
+
+    def warn_of_few(self, scored: int) -> None:
+        """Say once that a share of 95% leaves no request to miss."""
+        if scored < FEW_SCORED and not self.warned_of_few:
+            self.warned_of_few = True
+            self.say(
+                f"warning: only {scored} requests of a rung are scored (the middle 80% of its arrivals); of fewer than "
+                f"{FEW_SCORED}, {ATTAINMENT_RULE:.0%} means all of them: one late request fails a rung"
+            )
 
     def lowest_failing(self, arm: EngineArm, seed: int) -> float:
         """The lowest measured rate that fails every bound, above which no rung can change a capacity; else infinite."""
@@ -665,6 +712,7 @@ class _Run:
             f"{cell.arm.label}, seed {cell.seed}, {cell.rate:g} req/s: {len(done.requests)} requests in "
             f"{done.duration_s:.0f} s, {failed} failed, "
             + (f"{preempted} preemptions" if gone is None else "and no server any more")
+            + f"; {self.met(cell)}"
         )
         if gone is not None:
             raise gone
@@ -778,10 +826,15 @@ def _measured_on(score_record: Record, cell: Record) -> Record:
     )
 
 
-def run_slo(settings: SloSettings, say: Say) -> SloResult:
+def run_slo(settings: SloSettings, say: Say, interrupted: Callable[[SloResult], None] | None = None) -> SloResult:
     """Calibrate, run every missing cell of every arm, and score the file, also where the run is interrupted.
 
     An arm whose server or client fails is among the result's ``failures``; the others are measured all the same.
+
+    Args:
+        settings: what is measured.
+        say: takes lines about the progress.
+        interrupted: takes what an interrupted run has come to, before its exception goes on.
 
     Raises:
         LoopKVError: a bad plan, setting or Records file (before a server starts), or no tau0.
@@ -789,14 +842,16 @@ def run_slo(settings: SloSettings, say: Say) -> SloResult:
     run = _Run(settings, say)
     settings.work.mkdir(parents=True, exist_ok=True)
     try:
-        left = run.all()
+        run.all()
     except BaseException:
+        say(f"ended early: {settings.output} keeps {len(run.cells)} cells and their scores")
         with contextlib.suppress(LoopKVError):  # the error that is on its way says more
-            run.write_scores()
-        say(f"{settings.output} keeps {len(run.cells)} cells and their scores; run the same command again to go on")
+            scores = run.write_scores()
+            if interrupted is not None:
+                interrupted(SloResult(tuple(run.records), scores, run.measured, run.left(), run.failures))
         raise
     scores = run.write_scores()
-    return SloResult(tuple(run.records), scores, run.measured, left, run.failures)
+    return SloResult(tuple(run.records), scores, run.measured, run.left(), run.failures)
 
 
 def next_rung(rates: Sequence[float], met: Mapping[float, bool]) -> float | None:

@@ -131,10 +131,8 @@ def slo_command(
         together=together,
         max_seconds=max_seconds,
     )
-    result = run_slo(settings, lambda line: typer.echo(line, err=True))
-    _print(result, settings)
-    if result.cells_left:
-        typer.echo(f"{result.cells_left} cells left: run the same command again to go on", err=True)
+    result = run_slo(settings, lambda line: typer.echo(line, err=True), lambda ended: _end(ended, settings))
+    _end(result, settings)
     typer.echo(f"{output}: {len(result.records)} records; loopkv report {output} -o report.html", err=True)
     if result.failures:
         labels = ", ".join(result.failures)
@@ -177,6 +175,15 @@ def _seeds(text: str) -> tuple[int, ...]:
             "--seeds", got=repr(text)[:80], wanted="whole numbers from 0 to 2^32 - 1, separated by commas"
         )
     return tuple(map(int, parts))
+
+
+def _end(result: SloResult, settings: SloSettings) -> None:
+    """What a run has come to, and by name what it has left."""
+    if result.scores:
+        _print(result, settings)
+    if result.left:
+        which = "left" if settings.find_k is None else "left (of a bisection, its next rung)"
+        typer.echo(f"{which}: {', '.join(result.left)}; run the same command again to go on", err=True)
 
 
 def _print(result: SloResult, settings: SloSettings) -> None:
