@@ -62,6 +62,7 @@ class Bench:
         self.refuse: str | None = None
         self.running_now = 0
         self.tail_s = 0.0
+        self.start_s: dict[str, float] = {}
         monkeypatch.setattr(slo_run, "starting_server", self.running)
         monkeypatch.setattr(slo_run, "run_client", self.client)
         monkeypatch.setattr(slo_run, "preemptions", lambda url: 7 * len(self.cells))
@@ -74,6 +75,7 @@ class Bench:
         own = self.started[-1]
 
         def answer() -> str:
+            time.sleep(next((seconds for part, seconds in self.start_s.items() if part in own), 0.0))
             if self.refuse is not None and self.refuse in own:
                 raise LoopKVError("vllm serve", got="refused")
             return "http://server"
@@ -323,6 +325,18 @@ def test_no_server_starts_that_would_be_up_too_late(bench: Bench, tmp_path: Path
     assert len(bench.started) == 1 and rest.cells_left == 1
     rest = run_slo(settings(tmp_path, ("stock",), rates_per_s=(2.0, 4.0), max_seconds=90.0), quiet)
     assert len(bench.started) == 2 and rest.cells_left == 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_cell_keeps_how_long_its_own_server_took(bench: Bench, tmp_path: Path, together: bool) -> None:
+    bench.start_s = {"kivi4": 0.6, "kivi2": 0.2}
+    asked = settings(tmp_path, ("kivi4", "kivi2", "stock"), rates_per_s=(0.5,), tau0_ms=2.0, together=together)
+    found = {
+        r.settings["arm"]: r.settings["server_start_s"]
+        for r in run_slo(asked, quiet).records
+        if "arm" in r.settings and r.what == "slo.cell"
+    }
+    assert found["stock"] < 0.2 <= found["kivi2"] < 0.6 <= found["kivi4"]
 
 
 def test_servers_that_run_together_take_turns(bench: Bench, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -478,11 +479,15 @@ class _Run:
         started = arms if calibrated is None or calibrated in arms else [calibrated, *arms]
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
-            answers = {arm: stack.enter_context(self.starting(arm)) for arm in started}
+            # Each answer is waited for on its own, or a server would seem to start as slowly as those before it. The
+            # threads end last: when the servers have been stopped, there is nothing to wait for.
+            threads = stack.enter_context(ThreadPoolExecutor(max(1, len(started))))
+            servers = {arm: stack.enter_context(self.starting(arm)) for arm in started}
+            answers = {arm: threads.submit(_answered, answer) for arm, answer in servers.items()}
             urls = {}
             for arm, answer in answers.items():
                 try:
-                    urls[arm] = self.ready(answer, began)
+                    urls[arm] = self.ready(arm, *answer.result(), began)
                 except LoopKVError as error:
                     if arm is calibrated:
                         raise self.of_arm(arm, error) from None
@@ -507,7 +512,7 @@ class _Run:
         """A server of one arm, warm."""
         began = time.monotonic()
         with self.starting(arm) as answer:
-            yield self.ready(answer, began)
+            yield self.ready(arm, *_answered(answer), began)
 
     def starting(self, arm: EngineArm) -> contextlib.AbstractContextManager[Callable[[], str]]:
         """A server of one arm on its way up."""
@@ -518,11 +523,13 @@ class _Run:
         """Where the server of an arm writes."""
         return self.settings.work / f"server-{file_name(arm.label)}.log"
 
-    def ready(self, answer: Callable[[], str], began: float) -> str:
-        """Wait for a server started at ``began``, and warm it."""
-        url = answer()
+    def ready(self, arm: EngineArm, url: str, answered: float, began: float) -> str:
+        """Warm the server of an arm, started at ``began`` and up at ``answered``; its own time to start is kept."""
+        start = time.monotonic()
         self.warm(url)
-        self.server_start_s = max(self.server_start_s, time.monotonic() - began)
+        end = time.monotonic()
+        self.own_start_s[arm.label] = answered - began + end - start
+        self.server_start_s = max(self.server_start_s, end - began)
         return url
 
     def loosest(self) -> list[Bounds]:
@@ -694,7 +701,7 @@ class _Run:
             "preemptions": preempted,
             "ignore_eos": settings.ignore_eos,
             "duration_s": done.duration_s,
-            "server_start_s": round(self.server_start_s, 1),
+            "server_start_s": round(self.own_start_s[cell.arm.label], 1),
             "requests": times_to_json(done.requests),
             "steps": windows_to_json(done.steps),
         }
@@ -897,6 +904,11 @@ def fit_line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _is_number(value: object) -> TypeGuard[float]:
     """Whether a value of a Record is a number that can be seconds or a rate."""
     return isinstance(value, int | float) and 0 <= value <= MAX_NUMBER
+
+
+def _answered(answer: Callable[[], str]) -> tuple[str, float]:
+    """URL of a server that answers, and when it did."""
+    return answer(), time.monotonic()
 
 
 def _score_place(record: Record) -> tuple[str, str | None]:
