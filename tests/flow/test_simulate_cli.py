@@ -30,6 +30,10 @@ def test_a_workload_is_simulated_and_reported(tmp_path: Path) -> None:
         *("--arm", "bf16=stock", "--arm", "kivi4", "-o", records, "--seeds", "101,102", "--k", "3"),
     )
     assert "not a measurement" in told and "kivi4" in told
+    # 60 requests at the paper's size: an answer of 10,000 tokens takes minutes, and so do their arrivals.
+    warned = [line for line in told.splitlines() if line.startswith("Warning: ")]
+    assert [line.split(":")[1] for line in warned] == [" bf16", " kivi4"]
+    assert all("requests would do, the workload has 60" in line for line in warned)
     found = {(r.settings["arm"], r.seed): r.value for r in read_records([records]) if r.what == "simulate.capacity"}
     assert set(found) == {(arm, seed) for arm in ("bf16", "kivi4") for seed in (101, 102)}
     for seed in (101, 102):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from loopkv.artifacts import Fingerprint
 from loopkv.bench.cache_arms import CacheArm, plan_arm, stock_arm
 from loopkv.bench.simulate import EngineModel, Replay, _Simulation, replay, simulate_ladder
+from loopkv.bench.simulate_study import ShortTrace, SimulationStudy, short_trace, simulate_study, study_records
 from loopkv.bench.slo import Bounds
 from loopkv.bench.workload import REASONING, Request, generate, with_arrivals
 from loopkv.errors import LoopKVError
@@ -254,3 +255,35 @@ def test_bad_engines_and_traces_are_refused() -> None:
         replay([request(0, 1, 1)], PER_TOKEN, EngineModel(StepTimeModel(1.0, 0.0, 1.0), 1, 1.0))
     with pytest.raises(LoopKVError, match="hot share"):
         plan_arm(named_plan("kivi4", Fingerprint(name="tiny", geometry=TINY)), 10, hot_share=1.5)
+
+
+def study(requests: list[Request], bounds: tuple[Bounds, ...] = (Bounds(100.0, 1.0, 1.0),)) -> SimulationStudy:
+    return simulate_study(requests, [(PER_TOKEN, engine(100))], bounds, gpu="x", constants="toy")
+
+
+def test_a_trace_too_short_for_a_steady_state_is_told_with_the_requests_that_would_do() -> None:
+    # A request of 2 tokens and one answer takes 1 + 2 = 3 s; one every 4 s, each alone. 10 stays are 30 s: 11 requests
+    # arrive in 40 s, 5 in 16 s at 5 / 16 = 0.3125 a second, where 30 s take 9.4 arrivals: 1 + 10 requests.
+    def every_4_s(count: int) -> list[Request]:
+        return [request(4.0 * i, 2, 1) for i in range(count)]
+
+    assert study(every_4_s(11)).warnings() == []
+    short = study(every_4_s(5))
+    assert short_trace(short.ladders[0]) == ShortTrace(0.3125, 16.0, 3.0, 5, False, 11)
+    (said,) = short.warnings()
+    assert said.startswith("toy: at 0.312 requests/s arrivals last 16 s and a request stays 3 s on average: no steady")
+    assert "about 11 requests would do, the workload has 5" in said
+    # Three together: 1 + 6 = 7 s, all at once, whatever the rate that is told: 10 x 7 s x 3 in 7 s, and one.
+    together = [request(0.0, 2, 1) for _ in range(3)]
+    found = short_trace(study(together).ladders[0])
+    assert found == ShortTrace(3.0, 0.0, 7.0, 3, True, 31)
+    assert "all 3 requests running at once" in found.describe()
+    assert short_trace(study(together, (Bounds(1.0, 1.0, 1.0),)).ladders[0]) is None, "no rate meets the bound"
+
+
+def test_every_bound_asked_for_has_its_attainment_in_records() -> None:
+    bounds = tuple(Bounds(t, k, 1.0) for t in (5.0, 10.0) for k in (2.0, 3.0, 5.0))
+    records = study_records(study([request(4.0 * i, 2, 1) for i in range(3)], bounds), tau0_rule="short")
+    for what in ("simulate.attainment", "simulate.capacity"):
+        found = [(r.settings["ttft_s"], r.settings["k"]) for r in records if r.what == what]
+        assert found == [(one.ttft_s, one.k) for one in bounds]

@@ -16,6 +16,9 @@ from loopkv.records import Record, make_record
 
 GRID_STEP = 1.1
 MAX_RUNGS = 80
+STEADY_STAYS = 10
+"""Arrivals must last this many times the mean stay of a request: below, the start and the end of the trace, when the
+engine is not full, are a large part of what is scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,65 @@ class ArmLadder:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortTrace:
+    """A capacity found on too few requests for a steady state.
+
+    Args:
+        rate_per_s: where.
+        window_s: from the first arrival to the last.
+        stay_s: mean time from a request's arrival to its last token.
+        requests: there are.
+        all_at_once: every request was running at one time.
+        wanted: requests that would do, by that rate and stay.
+    """
+
+    rate_per_s: float
+    window_s: float
+    stay_s: float
+    requests: int
+    all_at_once: bool
+    wanted: int
+
+    def describe(self) -> str:
+        """One sentence."""
+        at_once = f", all {self.requests:,} requests running at once" if self.all_at_once else ""
+        return (
+            f"at {self.rate_per_s:.3g} requests/s arrivals last {_seconds(self.window_s)} and a request stays "
+            f"{_seconds(self.stay_s)} on average{at_once}: no steady state, and a capacity that may be too high; "
+            f"about {self.wanted:,} requests would do, the workload has {self.requests:,}"
+        )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
+
+
+def short_trace(ladder: ArmLadder) -> ShortTrace | None:
+    """What is wrong with the highest capacity of a ladder: arrivals of less than ``STEADY_STAYS`` mean stays, or all
+    requests running at once. None where nothing is, or no rate met a bound."""
+    met = [found.rate_per_s for found in ladder.capacities() if found.rate_per_s is not None]
+    if not met:
+        return None
+    rate = max(met)
+    done = ladder.replays[rate]
+    stays = [
+        one.ttft_s + one.tpot_s * max(0, one.output_tokens - 1)
+        for one in done.requests
+        if one.ttft_s is not None and one.tpot_s is not None
+    ]
+    arrivals = [one.arrival_s for one in done.requests]
+    count, stay, window = len(arrivals), math.fsum(stays) / len(stays), max(arrivals) - min(arrivals)
+    at_once = done.peak_running == count
+    if window >= STEADY_STAYS * stay and not at_once:
+        return None
+    # The window of n arrivals is about (n - 1) / rate. Where all run at once, that rate is none that could be kept up:
+    # the rate at which requests ended is.
+    kept_up = min(rate, count / done.duration_s) if at_once else rate
+    wanted = 1 + math.ceil(STEADY_STAYS * stay * kept_up)
+    return ShortTrace(rate, window, stay, count, at_once, max(wanted, 2 * count if at_once else count + 1))
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationStudy:
     """All ladders of a simulation, with what they ran on (for print and Records)."""
 
@@ -45,6 +107,15 @@ class SimulationStudy:
     gpu: str
     constants: str
     ladders: tuple[ArmLadder, ...]
+
+    def warnings(self) -> list[str]:
+        """One sentence per arm whose capacity rests on too short a trace: of several seeds, the shortest."""
+        worst: dict[str, ShortTrace] = {}
+        for ladder in self.ladders:
+            found = short_trace(ladder)
+            if found is not None and (ladder.arm.name not in worst or found.wanted > worst[ladder.arm.name].wanted):
+                worst[ladder.arm.name] = found
+        return [f"{arm}: {found.describe()}" for arm, found in worst.items()]
 
 
 def simulate_study(

@@ -152,7 +152,7 @@ def simulate_command(
     _print(study, context, tau0)
     for line in fits:
         typer.echo(line)
-    for line in warnings:
+    for line in [*warnings, *study.warnings()]:
         typer.echo(f"Warning: {line}.")
     if output is not None:
         study = dataclasses.replace(study, constants="; ".join([study.constants, *fits]))

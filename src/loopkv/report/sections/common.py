@@ -113,7 +113,7 @@ def place_of(record: Record) -> tuple[Any, ...] | None:
 
 
 def _part(record: Record, key: str) -> str:
-    """One setting of a place; of every Record it is known whether answers ran to their full length, and the watermark."""
+    """One setting of a place; every Record tells whether answers ran to their full length, and its watermark."""
     if key == "ignore_eos":
         return str(ignores_eos(record))
     if key == "constants":
