@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
 from loopkv.errors import LoopKVError
 from loopkv.paths import check_input_file
@@ -105,6 +105,12 @@ class Record(BaseModel):
     seed: int | None = None
     date: str = ""
 
+    @field_validator("samples", mode="before")
+    @classmethod
+    def _no_number(cls, samples: object) -> object:
+        """JSON has neither infinities nor NaN: they are written as null, and read as NaN."""
+        return [math.nan if x is None else x for x in samples] if isinstance(samples, list | tuple) else samples
+
     @field_serializer("samples", when_used="json")
     def _without_empty_fractions(self, samples: tuple[float, ...]) -> list[int | float]:
         """Counts and flags as ``1``, not ``1.0``."""
@@ -112,7 +118,8 @@ class Record(BaseModel):
 
     def to_line(self) -> str:
         """The JSON line of a file, with its end. Fields that hold nothing are left out: reading gives them back."""
-        return self.model_dump_json(exclude_defaults=True) + "\n"
+        empty = () if self.samples else {"samples"}
+        return self.model_dump_json(exclude_defaults=True, exclude=set(empty)) + "\n"
 
 
 def make_record(what: str, value: float | None, unit: str, **fields: Any) -> Record:

@@ -24,6 +24,14 @@ def test_round_trip_and_provenance(tmp_path):
     assert list(read_records([tmp_path / "a" / "r.jsonl"])) == [record, record]
 
 
+def test_samples_that_are_no_numbers_do_not_spoil_a_file(tmp_path):
+    path = tmp_path / "r.jsonl"
+    append_records(path, [make_record("decode.step_ms", 1.0, "ms", samples=(1.0, math.inf, math.nan))])
+    (record,) = read_records([path])
+    assert record.samples[0] == 1.0 and all(math.isnan(sample) for sample in record.samples[1:])
+    assert '"samples"' not in make_record("decode.step_ms", 1.0, "ms").to_line()
+
+
 def test_samples_keep_the_digits_that_a_measurement_has_and_every_whole_number():
     """Six significant digits: a step of 38.119 ms to a tenth of a microsecond."""
     samples = (38.11912345678, 1e-9 / 3, 0.0, 6_501_551_308_123.0, math.inf, -math.inf, 2.0**70)
