@@ -56,13 +56,10 @@ def test_the_fingerprint_follows_the_tokens_of_a_tokenizer_and_not_the_spaces_of
     data["model"]["merges"].reverse()
     file.write_text(json.dumps(data))
     assert fingerprint_model(folder).tokenizer_sha256 != expected
-    scores = (
-        '{\n  "model": {\n    "scores": [-1e-7, -0.00001]\n  }\n}'  # as the library writes numbers, and Python does not
-    )
-    for raw in (
-        scores,
-        "[" * 900 + ",".join(["[]"] * 20_000) + "]" * 900,
-    ):  # the second is 1,800 times as large indented
+    # Numbers as the library writes them, and Python does not.
+    scores = '{\n  "model": {\n    "scores": [-1e-7, -0.00001]\n  }\n}'
+    nested = "[" * 900 + ",".join(["[]"] * 20_000) + "]" * 900  # 1,800 times as large when indented
+    for raw in (scores, nested):
         file.write_text(raw)
         assert fingerprint_model(folder).tokenizer_sha256 == hashlib.sha256(raw.encode()).hexdigest()
     file.write_bytes(b"\xff no JSON")
