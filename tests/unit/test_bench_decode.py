@@ -121,13 +121,15 @@ def test_rows_of_another_gpu_are_named_kept_and_measured_here(tmp_path: Path, mo
     append_records(one.output, [r.model_copy(update={"hardware": "NVIDIA H200"}) for r in rows])
     ran: list[Any] = []
     monkeypatch.setattr(decode, "_run_arm", lambda settings, arm, rows, say: ran.append(rows))
+    monkeypatch.setattr(decode, "slow_cores", lambda: "warning: slow")
     said: list[str] = []
     records = run_decode(one, said.append)
     assert ran == [((400, "1"), (400, "peak"))] and [r.hardware for r in records] == ["NVIDIA H200"] * 2
     assert said[0].startswith("2 rows of NVIDIA H200, vLLM ") and f"; this machine is {here}, vLLM " in said[0]
+    assert said[1] == "warning: slow"
     append_records(one.output, rows)
     run_decode(one, said.append)
-    assert len(ran) == 1 and said[-1] == "stock: nothing missing"
+    assert len(ran) == 1 and said.count("warning: slow") == 1 and said[-1] == "stock: nothing missing"
 
 
 def test_slots_of_one_batch_are_one_row(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class Bench:
         self.running_now = 0
         self.tail_s = 0.0
         self.start_s: dict[str, float] = {}
+        self.slow_cores: str | None = None
+        monkeypatch.setattr(slo_run, "slow_cores", lambda: self.slow_cores)
         monkeypatch.setattr(slo_run, "starting_server", self.running)
         monkeypatch.setattr(slo_run, "run_client", self.client)
         monkeypatch.setattr(slo_run, "preemptions", lambda url: 7 * len(self.cells))
@@ -604,6 +606,15 @@ def test_few_scored_requests_are_warned_of_once(bench: Bench, tmp_path: Path) ->
         (warning,) = (line for line in said if line.startswith("warning"))
         assert "only 9 requests of a rung are scored" in warning and "95% means all" in warning
         assert sum("; met " in line or ": met " in line for line in said) == 6
+
+
+def test_slow_cores_are_warned_of_where_something_is_measured(bench: Bench, tmp_path: Path) -> None:
+    bench.slow_cores = "warning: slow"
+    said: list[str] = []
+    asked = settings(tmp_path, ("stock",))
+    for limit in (0.0, None, None):  # nothing may start, everything is missing, nothing is
+        run_slo(dataclasses.replace(asked, max_seconds=limit), said.append)
+    assert said.count("warning: slow") == 1 and said.index("warning: slow") < said.index("starting server for stock")
 
 
 def test_what_is_left_is_named(bench: Bench, tmp_path: Path) -> None:

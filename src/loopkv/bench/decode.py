@@ -23,6 +23,7 @@ from loopkv.artifacts import Fingerprint
 from loopkv.artifacts.hashing import handed_on
 from loopkv.artifacts.storage import write_atomically
 from loopkv.bench.arms import EngineArm, file_name
+from loopkv.bench.cores import slow_cores
 from loopkv.bench.place import Place, measured_elsewhere, place_of, this_place
 from loopkv.errors import LoopKVError
 from loopkv.records import Record, append_records, make_record, read_records
@@ -239,6 +240,8 @@ def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
     rows_known = [r for arm in settings.arms for r in _of_arm(settings, arm, known) if r.what in ROW_KINDS]
     if (elsewhere := measured_elsewhere(rows_known, here, "rows")) is not None:
         say(elsewhere)
+    if any(missing_rows(settings, arm, known) for arm in settings.arms) and (warning := slow_cores()) is not None:
+        say(warning)
     for arm in settings.arms:
         rows = missing_rows(settings, arm, known)
         if not rows:

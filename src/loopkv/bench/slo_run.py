@@ -24,6 +24,7 @@ import numpy as np
 from loopkv.artifacts import Fingerprint
 from loopkv.artifacts.storage import write_atomically
 from loopkv.bench.arms import EngineArm, file_name
+from loopkv.bench.cores import slow_cores
 from loopkv.bench.place import Place, measured_elsewhere, place_of, this_place
 from loopkv.bench.prompts import Tokenizer, fill_prompts
 from loopkv.bench.served_steps import windows_to_json
@@ -451,6 +452,9 @@ class _Run:
             for cell in self.known():
                 self.say(f"{_cell_name(cell)}: {self.met(cell)}")
             return
+        missing = [cell for arm in self.settings.arms for cell in self.missing(arm)]
+        if (missing or not self.tau0) and (warning := slow_cores()) is not None:
+            self.say(warning)
         if self.settings.together:
             self.all_together(stock)
             return
