@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -140,6 +140,19 @@ def make_record(what: str, value: float | None, unit: str, **fields: Any) -> Rec
     if "samples" in fields:
         fields["samples"] = tuple(_rounded(float(sample)) for sample in fields["samples"])
     return Record(what=what, value=value, unit=unit, **{**defaults, **fields})
+
+
+def of_one_commit(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """The records of the commit that has most of them (of equal numbers, that of the latest date), and the others.
+
+    Times of two versions of the code are no one curve: what fits or joins them takes those of one.
+    """
+    counts: dict[str | None, tuple[int, str]] = {}
+    for record in records:
+        number, date = counts.get(record.commit, (0, ""))
+        counts[record.commit] = (number + 1, max(date, record.date))
+    most = max(counts, key=lambda commit: counts[commit], default=None)
+    return [r for r in records if r.commit == most], [r for r in records if r.commit != most]
 
 
 def _rounded(sample: float) -> float:

@@ -7,7 +7,16 @@ import math
 import pytest
 
 from loopkv.artifacts import Fingerprint
-from loopkv.capacity import GPUS, KNOWN_MODELS, Gpu, get_gpu, get_model_size, ouro_size, predict_capacity
+from loopkv.capacity import (
+    GPUS,
+    KNOWN_MODELS,
+    Gpu,
+    datasheet_bandwidth,
+    get_gpu,
+    get_model_size,
+    ouro_size,
+    predict_capacity,
+)
 from loopkv.errors import LoopKVError, PlanMismatchError, UnsupportedError
 from loopkv.layout import lay_out
 from loopkv.planner import named_plan
@@ -130,13 +139,35 @@ def test_what_cannot_be_predicted_is_refused() -> None:
             predict_capacity([], OURO, gpu, **arguments)  # type: ignore[arg-type]
 
 
+def test_the_datasheet_of_a_gpu_by_the_name_that_cuda_gives_it() -> None:
+    for hardware, tb_s in (
+        ("NVIDIA H200", 4.8),
+        ("NVIDIA H200 NVL", 4.8),
+        ("NVIDIA H100 80GB HBM3", 3.35),
+        ("NVIDIA A100-SXM4-80GB", 2.039),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 1.792),
+        ("NVIDIA L40S", 0.864),
+        ("NVIDIA L4", None),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("AMD EPYC, 2 cores", None),
+        ("", None),
+    ):
+        assert datasheet_bandwidth(hardware) == (None if tb_s is None else pytest.approx(tb_s * 1e12)), hardware
+    for gpu in GPUS.values():  # no step is faster than the memory
+        assert gpu.datasheet_bytes_s is not None and gpu.bandwidth_bytes_s < gpu.datasheet_bytes_s
+
+
 def test_gpu_and_model_tables() -> None:
     for name, gpu in GPUS.items():
         assert get_gpu(name.lower()) is gpu and gpu.source
-    with pytest.raises(UnsupportedError, match="did you mean H100"):
+        assert get_gpu(f"NVIDIA {name}") is gpu and get_gpu(f" nvidia_{name.lower()}") is gpu
+    with pytest.raises(UnsupportedError, match=r"did you mean H100\? or --memory GIB --bandwidth TB/S --t-fix MS$"):
         get_gpu("h10")
-    with pytest.raises(UnsupportedError, match="--memory"):
-        get_gpu("tpu")
+    with pytest.raises(UnsupportedError, match="did you mean A100-80"):
+        get_gpu("A100")
+    for unlike in ("tpu", "V100", "B200", "A10", "RTX 4090"):
+        with pytest.raises(UnsupportedError, match=r"L40S, or --memory GIB --bandwidth TB/S --t-fix MS$"):
+            get_gpu(unlike)
     with pytest.raises(UnsupportedError, match=r"did you mean ouro-1.4b"):
         get_model_size("ouro1.4")
     for field, value in (("memory_bytes", 0), ("bandwidth_bytes_s", math.nan), ("t_fix_s", -1.0)):

@@ -135,10 +135,50 @@ def test_a_file_without_rows_of_the_arm_says_what_it_has() -> None:
 def test_an_error_above_15_percent_is_a_warning() -> None:
     cache = arm("kivi4")
     good = rung(cache, 0.1, [(1.0, 500.0), (3.5, 4000.0), (6.0, 9000.0)])
-    assert fit_cache_arm([good], cache, TRUTH.weight_bytes, {MODEL}).warning() is None
+    assert fit_cache_arm([good], cache, TRUTH.weight_bytes, {MODEL}).warnings() == []
     # Measured a third above the truth: predicted / measured - 1 = -25%.
     far = rung(cache, 0.2, [(9.0, 7000.0)], slower=4 / 3)
-    assert "25% (others)" in (fit_cache_arm([good, far], cache, TRUTH.weight_bytes, {MODEL}).warning() or "")
+    (said,) = fit_cache_arm([good, far], cache, TRUTH.weight_bytes, {MODEL}).warnings()
+    assert "25% (others)" in said
+
+
+def test_a_bandwidth_above_the_datasheet_of_the_rows_gpu_is_a_warning() -> None:
+    cache = arm("kivi4")
+    # TRUTH reads 4 TB/s: below an H200's 4.8, above an H100's 3.35 and an A100's 2.039; of a CPU nothing is known.
+    for rows in (decode_rows(cache), [rung(cache, 0.1, [(1.0, 500.0), (3.5, 4000.0), (6.0, 9000.0)])]):
+        for hardware, most in (
+            ("NVIDIA H200", None),
+            ("NVIDIA H100 80GB HBM3", "3.35 TB/s"),
+            ("NVIDIA A100-SXM4-80GB", "2.039 TB/s"),
+            ("AMD EPYC, 2 cores", None),
+        ):
+            measured = [row.model_copy(update={"hardware": hardware}) for row in rows]
+            told = fit_cache_arm(measured, cache, TRUTH.weight_bytes, {MODEL}).warnings()
+            if most is None:
+                assert told == []
+            else:
+                (said,) = told
+                assert said.startswith(
+                    f"the fitted bandwidth, 4.00 TB/s, is above the datasheet's {most} of {hardware}"
+                )
+                assert "do not determine a bandwidth" in said
+
+
+def test_rows_of_one_commit_are_fitted_those_of_the_commit_that_has_most() -> None:
+    cache = arm("kivi4")
+
+    def of(commit: str, rows: Sequence[Record], times: float = 1.0) -> list[Record]:
+        return [row.model_copy(update={"commit": commit, "value": times * (row.value or 0)}) for row in rows]
+
+    mixed = [*of("b" * 40, decode_rows(cache, (1,)), 3.0), *of("a" * 40, decode_rows(cache))]
+    fit = fit_cache_arm(mixed, cache, TRUTH.weight_bytes, {MODEL})
+    assert math.isclose(fit.model.t_fix_s, TRUTH.t_fix_s, rel_tol=1e-6) and fit.left_out == 1
+    assert fit.describe().endswith("; commit aaaaaaa, 1 record of others left out")
+    places = [(1.0, 500.0), (3.5, 4000.0), (6.0, 9000.0)]
+    served = [*of("a" * 40, [rung(cache, r, places) for r in (0.1, 0.2)]), *of("b" * 40, [rung(cache, 0.3, places, 2)])]
+    fit = fit_cache_arm(served, cache, TRUTH.weight_bytes, {MODEL})
+    assert fit.held_out is not None and (fit.fitted.rows, fit.held_out.rows, fit.left_out) == (3, 3, 1)
+    assert fit.commit == "a" * 40 and fit.held_out.mean_absolute < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ class Gpu:
         bandwidth_bytes_s: BW, effective bytes per second of a whole decode step (below the datasheet's).
         t_fix_s: seconds of a step of ``REFERENCE_CELLS`` cells that do not scale with bytes.
         source: where bandwidth and t_fix come from, for print.
+        datasheet_bytes_s: bandwidth of the memory by its datasheet, which no step can exceed; None where unknown.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Gpu:
     bandwidth_bytes_s: float
     t_fix_s: float
     source: str
+    datasheet_bytes_s: float | None = None
 
     def __post_init__(self) -> None:
         for field, value, positive in (
@@ -51,7 +53,8 @@ _ASSUMED = "not fitted: {peak} TB/s (datasheet) x 0.72 and t_fix 6.84 ms, as the
 
 def _assumed(name: str, memory_gib: float, peak_tb_s: float) -> Gpu:
     bandwidth = peak_tb_s * 1e12 * _PAPER_FRACTION
-    return Gpu(name, round(memory_gib * GIB), bandwidth, _PAPER_T_FIX_S, _ASSUMED.format(peak=peak_tb_s))
+    source = _ASSUMED.format(peak=peak_tb_s)
+    return Gpu(name, round(memory_gib * GIB), bandwidth, _PAPER_T_FIX_S, source, peak_tb_s * 1e12)
 
 
 GPUS: dict[str, Gpu] = {
@@ -59,9 +62,17 @@ GPUS: dict[str, Gpu] = {
     for gpu in (
         # Through two steps of stock vLLM 0.26 (BF16, Ouro-1.4B geometry, 8K) on one H200: 10.4 ms at batch 1 (16.5 GB)
         # and 32.5 ms at batch 16 (113.1 GB): BW = 96.6 GB / 22.1 ms, t_fix = 10.4 ms - 16.5 GB / BW. Memory: CUDA's.
-        Gpu("H200", round(139.8 * GIB), 4.37e12, 6.6e-3, "two measured steps of stock vLLM 0.26, BF16, Ouro-1.4B, 8K"),
-        # Memory: 96 GB (datasheet), of which CUDA reports 95.0 GiB.
-        Gpu("RTX-PRO-6000", 95 * GIB, 1.29e12, _PAPER_T_FIX_S, "the paper's fit (section 2.2), Ouro-1.4B"),
+        # Datasheet: 4.8 TB/s.
+        Gpu(
+            "H200",
+            round(139.8 * GIB),
+            4.37e12,
+            6.6e-3,
+            "two measured steps of stock vLLM 0.26, BF16, Ouro-1.4B, 8K",
+            4.8e12,
+        ),
+        # Memory: 96 GB (datasheet), of which CUDA reports 95.0 GiB. Datasheet: 1.792 TB/s.
+        Gpu("RTX-PRO-6000", 95 * GIB, 1.29e12, _PAPER_T_FIX_S, "the paper's fit (section 2.2), Ouro-1.4B", 1.792e12),
         # Datasheets: H100 SXM 80 GB, 3.35 TB/s; A100 SXM 80 GB, 2.039 TB/s; RTX PRO 4500 Blackwell 32 GB, 0.896 TB/s;
         # L40S 48 GB, 0.864 TB/s. CUDA reports about 1 to 2% less memory than the nominal GiB (ECC, firmware).
         _assumed("H100", 79.2, 3.35),
@@ -72,20 +83,44 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+_VENDOR = "nvidia-"
+NEAR = 0.8
+"""How alike (difflib's ratio) a name must be to be suggested: H10 and H100 are, V100 and H100 are not."""
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace(" ", "-").replace("_", "-").removeprefix(_VENDOR)
+
+
 def get_gpu(name: str) -> Gpu:
-    """The GPU called ``name`` (case does not matter).
+    """The GPU called ``name``: case does not matter, nor ``NVIDIA`` before it.
 
     Raises:
-        UnsupportedError: not in the table; the nearest name is suggested.
+        UnsupportedError: not in the table; a name that is nearly the same is suggested.
     """
     by_key = {key.lower(): gpu for key, gpu in GPUS.items()}
-    key = name.strip().lower().replace(" ", "-").replace("_", "-")
+    key = _key(name)
     if key in by_key:
         return by_key[key]
-    near = difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
+    near = [one for one in by_key if one.startswith(f"{key}-")] or difflib.get_close_matches(key, by_key, 1, NEAR)
+    own = "or --memory GIB --bandwidth TB/S --t-fix MS"
     raise UnsupportedError(
         "GPU",
         got=repr(name)[:80],
-        wanted=", ".join(GPUS),
-        hint=f"did you mean {by_key[near[0]].name}?" if near else "give --memory, --bandwidth and --t-fix instead",
+        wanted=f"{', '.join(GPUS)}, {own}" if not near else ", ".join(GPUS),
+        hint=f"did you mean {by_key[near[0]].name}? {own}" if near else None,
     )
+
+
+def datasheet_bandwidth(hardware: str) -> float | None:
+    """Datasheet bandwidth (bytes/s) of a GPU as CUDA calls it (``NVIDIA H100 80GB HBM3``); None for any other machine.
+
+    Of several products of one name (H100 SXM and PCIe) it is that of the table: the fastest.
+    """
+    words = _key(hardware).split("-")
+    for gpu in GPUS.values():
+        named = gpu.name.lower().split("-")
+        named = named[:1] if gpu.name == "A100-80" else named  # CUDA: A100-SXM4-80GB
+        if words[: len(named)] == named:
+            return gpu.datasheet_bytes_s
+    return None

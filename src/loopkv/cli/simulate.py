@@ -129,7 +129,7 @@ def simulate_command(
             found = fit_cache_arm(measured, cache, step_time.weight_bytes, names, str(fit))
             step_time = found.model
             fits.append(f"{spec.label}: {found.describe()}")
-            warnings += [f"{spec.label}: {text}" for text in (found.warning(),) if text is not None]
+            warnings += [f"{spec.label}: {text}" for text in found.warnings()]
             stock_time = step_time if spec.stock and spec.kv_cache_dtype == "auto" else stock_time
         pool_bytes = prediction.pool_bytes if pool is None else round(pool * (1 << 30))
         engine = EngineModel(step_time, pool_bytes, prefill_rate, max_batched_tokens, max_running, watermark)
