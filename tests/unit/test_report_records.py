@@ -21,7 +21,7 @@ from loopkv.records import Record, append_records
 from loopkv.report import write_records_report
 from loopkv.report.figure import to_svg
 from loopkv.report.from_records import DRAWN_KINDS, FOLDED_KINDS, problem, records_page
-from loopkv.report.page import Table
+from loopkv.report.page import Page, Table, render_page
 from loopkv.report.sections.common import command, report_command
 from loopkv.report.theme import PNG_THEME
 
@@ -113,8 +113,8 @@ def test_ladders_of_two_servers_or_two_pools_are_not_mixed() -> None:
     )
     ladders = [f for f in page.figures if f.key.startswith("slo")]
     assert [f.place.rsplit(", ", 1)[1] for f in ladders] == [
-        "server with --max-num-seqs 8",
-        "server with --max-num-seqs 64",
+        "server with --max-num-seqs=8",
+        "server with --max-num-seqs=64",
         "server without more options",
     ]
     assert len({f.key for f in ladders}) == 3
@@ -128,6 +128,36 @@ def test_ladders_of_two_servers_or_two_pools_are_not_mixed() -> None:
     ]
     first, second = (f for f in records_page(pools).figures if f.key.startswith("slo"))
     assert "simulated H200, pool of 3 GiB," in first.png_title and "pool of 125 GiB" in second.png_title
+
+
+def test_servers_that_only_look_different_are_one_and_servers_that_only_look_alike_are_two() -> None:
+    rows = [r for r in slo_records() if r.what in ("slo.attainment", "slo.capacity")]
+
+    def page_of(*servers: str) -> Page:
+        return records_page(
+            [
+                r.model_copy(
+                    update={"settings": {**r.settings, "server": server}, "date": f"2026-02-0{day}T00:00:00+00:00"}
+                )
+                for day, server in enumerate(servers, 1)
+                for r in rows
+            ]
+        )
+
+    same = page_of("--a 1 --b", "--b --a=1", "--a 1 --a 1 --b")  # the newest is drawn, the others are counted
+    assert len([f for f in same.figures if f.key.startswith("slo")]) == 1
+    (left,) = [t for title, t in tables(same).items() if title == "Records without a row of their own"]
+    assert sum(int(row[left.columns.index("records")]) for row in left.rows) == 2 * len(rows)
+    for servers in (("--a x.y", "--a x-y"), ("", "--a " + "x" * 300)):
+        keys = [f.key for f in page_of(*servers).figures if f.key.startswith("slo")]
+        assert len(set(keys)) == 2 and all(len(key) <= 130 for key in keys)
+        assert render_page(page_of(*servers))
+
+
+def test_a_seed_of_zero_is_a_seed() -> None:
+    rows = [r for r in slo_records() if r.what == "slo.capacity" and r.value is not None][:1]
+    (table,) = tables(records_page([r.model_copy(update={"seed": seed}) for r in rows for seed in (None, 0)])).values()
+    assert len(table.rows) == 2
 
 
 def test_simulations_of_other_constants_or_another_watermark_are_neither_joined_nor_replaced() -> None:
@@ -196,6 +226,30 @@ def test_a_repeated_row_is_replaced_by_the_later_one() -> None:
     for order in ([old, new], [new, old]):
         table = next(t for title, t in tables(records_page(order)).items() if title.startswith("Decode"))
         assert dict(zip(table.columns, table.rows[0], strict=True))["step ms"] == "10"
+
+
+def test_lines_and_fits_are_of_the_commit_with_most_rows_and_the_others_are_named() -> None:
+    rows = [r for r in decode_records(noise=0.0) if r.settings["arm"] == "bf16" and r.what == "decode.step_ms"]
+    rows = [r.model_copy(update={"commit": "a" * 40, "hardware": "NVIDIA L40S"}) for r in rows]
+    newer = rows[0].model_copy(
+        update={"commit": f"{'b' * 40}-dirty", "value": 3.0, "date": "2026-05-01T00:00:00+00:00"}
+    )
+    page = records_page([*rows, newer])
+    figure = next(f for f in page.figures if f.key.startswith("decode") and "8,192" in f.title)
+    left_out = " Rows not drawn, of other commits: 1 of bf16 of bbbbbbb-dirty."
+    assert figure.explanation.endswith(f" Rows by commit: bf16 of aaaaaaa.{left_out}")
+    other = next(f for f in page.figures if f.key.startswith("decode") and "16,384" in f.title)
+    assert "Rows by commit" not in other.explanation
+    shown = tables(page)
+    table = next(t for title, t in shown.items() if title.startswith("Decode at 8,192"))
+    assert table.rows[0][table.columns.index("batch-1\nstep ms")] == f"{rows[0].value:.4g}"
+    counted = ("decode.step_ms", "1", "rows of other commits than most of their arm and context")
+    assert shown["Records without a row of their own"].rows == (counted,)
+    fit = next(t for title, t in shown.items() if title.startswith("Step-time model"))
+    fields = dict(zip(fit.columns, fit.rows[0], strict=True))
+    # The rows of 1.29 TB/s are said to be of an L40S: 0.864 TB/s by its datasheet.
+    assert (fields["t_fix ms"], fields["BW TB/s"], fields["commit"]) == ("6.84", "1.29 > 0.864", "aaaaaaa")
+    assert "do not determine" in fit.note
 
 
 @pytest.mark.parametrize(

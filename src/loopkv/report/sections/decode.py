@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from loopkv.capacity import datasheet_bandwidth
 from loopkv.errors import LoopKVError
-from loopkv.records import Record
+from loopkv.records import Record, of_one_commit
 from loopkv.report.page import Figure, Section, Table, table_of
 from loopkv.report.plots import Series, bars, curves
 from loopkv.report.sections.common import (
@@ -40,11 +41,13 @@ def decode_section(records: Sequence[Record]) -> Section | None:
     alone -= {(r.model or "", r.hardware) for r in steps}
     tables += [t for place in sorted(alone) if (t := _prefill_table(records, *place)) is not None]
     for (model, hardware), group in grouped(steps, lambda r: (r.model or "", r.hardware)).items():
-        rows = latest(group, *PLACES["decode.step_ms"])
+        rows = latest(drawn_steps(group)[0], *PLACES["decode.step_ms"])
         arms = arms_of(rows)
         launches = _launches(records, model, hardware)
+        others = grouped(drawn_steps(group)[1], lambda r: int(r.settings["context_tokens"]))
         for context, at in sorted(grouped(rows, lambda r: int(r.settings["context_tokens"])).items()):
-            figure, table = _sweep(model, hardware, context, at, arms, launches)
+            commits = _commits(at, others.get(context, []))
+            figure, table = _sweep(model, hardware, context, at, arms, launches, commits)
             figures.append(figure)
             tables.append(table)
         where = f"{model} on {hardware}" if model else hardware
@@ -83,11 +86,43 @@ def peaks(records: Sequence[Record]) -> list[Record]:
     """The fastest row of each arm at each place (``decode_place``), as its ``decode.step_ms`` record."""
     best: dict[tuple[str, str, int, str], Record] = {}
     for _, group in grouped(of_kind(records, "decode.step_ms"), lambda r: (r.model or "", r.hardware)).items():
-        for record in latest(group, *PLACES["decode.step_ms"]):
+        for record in latest(drawn_steps(group)[0], *PLACES["decode.step_ms"]):
             key = (*decode_place(record), text(record, "arm"))
             if key not in best or tokens_per_s(record) > tokens_per_s(best[key]):
                 best[key] = record
     return list(best.values())
+
+
+def drawn_steps(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """The ``decode.step_ms`` rows that are drawn and those that are not: of an arm, each context's line is of one
+    commit, that of most rows. Two versions of the code are no one curve."""
+    kept: list[Record] = []
+    others: list[Record] = []
+    steps = of_kind(records, "decode.step_ms")
+    for group in grouped(steps, lambda r: (*decode_place(r), text(r, "arm"))).values():
+        of_one, rest = of_one_commit(group)
+        kept += of_one
+        others += rest
+    order = {id(record): number for number, record in enumerate(steps)}
+    return sorted(kept, key=lambda r: order[id(r)]), sorted(others, key=lambda r: order[id(r)])
+
+
+def _commits(rows: Sequence[Record], others: Sequence[Record]) -> str:
+    """A sentence on the commits of an arm's rows, where there are several or some are left out."""
+    by_commit = grouped(rows, lambda r: r.commit)
+    if len(by_commit) < 2 and not others:
+        return ""
+    told = "; ".join(f"{', '.join(arms_of(group))} of {_short(commit)}" for commit, group in by_commit.items())
+    left = grouped(others, lambda r: (text(r, "arm"), r.commit))
+    rest = ", ".join(f"{len(group)} of {arm} of {_short(commit)}" for (arm, commit), group in left.items())
+    return f" Rows by commit: {told}." + (f" Rows not drawn, of other commits: {rest}." if rest else "")
+
+
+def _short(commit: str | None) -> str:
+    if commit is None:
+        return "no commit"
+    bare, dirty, _ = commit.partition("-dirty")
+    return bare[:7] + dirty
 
 
 def decode_place(record: Record) -> tuple[str, str, int]:
@@ -115,6 +150,7 @@ def _sweep(
     rows: Sequence[Record],
     arms: Sequence[str],
     launches: dict[tuple[str, int], float],
+    commits: str,
 ) -> tuple[Figure, Table]:
     by_arm = {arm: sorted(g, key=lambda r: float(r.settings["batch"])) for arm, g in grouped(rows, _arm).items()}
     best = {arm: max(g, key=tokens_per_s) for arm, g in by_arm.items()}
@@ -176,7 +212,7 @@ def _sweep(
         title=f"Decode at {context:,} tokens of context",
         explanation=(
             f"{where}. Each line is one arm as its batch grows; the number at its end is the largest batch measured. "
-            f"Further up at one time per token is better.{twice}"
+            f"Further up at one time per token is better.{twice}{commits}"
         ),
         alt=f"Tokens per second over time per token at {context:,} tokens: {told}.",
         command=command(rows),
@@ -344,7 +380,7 @@ def _fit_table(rows: Sequence[Record], arms: Sequence[str], where: str) -> Table
     """The step-time model of every arm that has enough rows, with its error on rows it was not fitted to."""
     lines = []
     for arm in (*arms, None):
-        chosen = [r for r in rows if arm is None or text(r, "arm") == arm]
+        chosen, others = of_one_commit([r for r in rows if arm is None or text(r, "arm") == arm])
         known = [
             (weight, StepRow(float(r.value or 0) / 1e3, int(r.settings["batch"]), read))
             for r in chosen
@@ -360,25 +396,41 @@ def _fit_table(rows: Sequence[Record], arms: Sequence[str], where: str) -> Table
         except LoopKVError:
             continue
         error = model.error(held) if held else None
+        most = datasheet_bandwidth(chosen[0].hardware)
+        beyond = most is not None and model.bandwidth_bytes_s > most
         lines.append(
             (
                 "all arms" if arm is None else arm,
                 str(len(fitted)),
                 f"{model.t_fix_s * 1e3:.3g}",
-                f"{model.bandwidth_bytes_s / 1e12:.3g}",
+                f"{model.bandwidth_bytes_s / 1e12:.3g}" + (f" > {most / 1e12:.4g}" if most and beyond else ""),
                 str(len(held)),
                 "-" if error is None else f"{error.mean_absolute:.1%}",
                 "-" if error is None else f"{error.largest:+.1%}",
+                _short(chosen[0].commit),
+                str(len(others)) if others else "-",
             )
         )
     if not lines:
         return None
+    undetermined = any(" > " in line[3] for line in lines)
     return table_of(
         f"Step-time model ({where})",
-        ("arm", "rows\nfitted", "t_fix ms", "BW TB/s", "rows\npredicted", "mean\nerror", "largest\nerror"),
+        (
+            "arm",
+            "rows\nfitted",
+            "t_fix ms",
+            "BW TB/s",
+            "rows\npredicted",
+            "mean\nerror",
+            "largest\nerror",
+            "commit",
+            "of other\ncommits",
+        ),
         lines,
         "t(B) = t_fix + (W_T + B x D_read) / BW, least squares of relative errors; every third row in order of bytes "
-        "is left out of the fit and predicted.",
+        "is left out of the fit and predicted. The rows of a fit are of one commit."
+        + (" > names the GPU's datasheet bandwidth: these rows do not determine one." if undetermined else ""),
     )
 
 
