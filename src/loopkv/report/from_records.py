@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 from collections import Counter
@@ -13,9 +15,9 @@ from loopkv.errors import LoopKVError
 from loopkv.record_kinds import RECORD_KINDS
 from loopkv.records import Record, read_records
 from loopkv.report.figure import write_png
-from loopkv.report.page import Page, Section, render_page, table_of
+from loopkv.report.page import Figure, Page, Section, Table, TextColumns, render_page, table_of
 from loopkv.report.sections.common import arms_of, figures_of, interval, replaced, report_command
-from loopkv.report.sections.decode import decode_section, superseded
+from loopkv.report.sections.decode import decode_section, drawn_steps, superseded
 from loopkv.report.sections.kernels import kernel_section
 from loopkv.report.sections.quality import quality_section, task_section
 from loopkv.report.sections.served import served_section, tests_section
@@ -121,9 +123,24 @@ def records_page(records: Sequence[Record], *, title: str = TITLE, command: str 
         title=title,
         lead="Every number on this page is a Record: a value with the command, versions and hardware behind it.",
         facts=tuple(facts),
-        sections=tuple(section for section in sections if section is not None),
+        sections=_with_ids_of_their_own([section for section in sections if section is not None]),
         footer=f"Drawn by: {command}" if command else "",
     )
+
+
+def _with_ids_of_their_own(sections: Sequence[Section]) -> tuple[Section, ...]:
+    """The sections, later figures of one id numbered: names that differ in punctuation only, say."""
+    used = {section.key for section in sections}
+
+    def own(block: Figure | Table | TextColumns) -> Figure | Table | TextColumns:
+        if not isinstance(block, Figure):
+            return block
+        names = itertools.chain([block.key], (f"{block.key}-{number}" for number in itertools.count(2)))
+        key = next(name for name in names if name not in used)
+        used.add(key)
+        return dataclasses.replace(block, key=key)
+
+    return tuple(dataclasses.replace(one, blocks=tuple(map(own, one.blocks))) for one in sections)
 
 
 def problem(record: Record) -> str | None:
@@ -224,13 +241,22 @@ def _other_section(records: Sequence[Record]) -> Section | None:
         for record in records
         if record.value is None and record.what in RECORD_KINDS and record.what not in MAY_LACK_VALUE
     )
+    other_commits = drawn_steps([r for r in records if problem(r) is None])[1]
+    elsewhere = {id(record) for record in other_commits}
     older = Counter(
-        record.what for record in replaced(r for r in records if r.what in DRAWN_KINDS and problem(r) is None)
+        record.what
+        for record in replaced(
+            r for r in records if r.what in DRAWN_KINDS and problem(r) is None and id(r) not in elsewhere
+        )
     )
     later = Counter(record.what for record in superseded([r for r in records if problem(r) is None]))
-    if counts or empty or older or later:
+    if counts or empty or older or later or other_commits:
         rows = [(what, f"{count:,}", FOLDED_KINDS[what]) for what, count in counts.items()]
         rows += [(what, f"{count:,}", "a later Record of the same place is drawn") for what, count in older.items()]
+        rows += [
+            (what, f"{count:,}", "rows of other commits than most of their arm and context")
+            for what, count in Counter(record.what for record in other_commits).items()
+        ]
         rows += [(what, f"{count:,}", "the same row or arm ran later") for what, count in later.items()]
         rows += [(what, f"{count:,}", "no value") for what, count in empty.items()]
         blocks.append(table_of("Records without a row of their own", ("what", "records", "why"), rows))

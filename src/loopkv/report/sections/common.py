@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -13,6 +15,7 @@ from loopkv.report.sections.simulated import constants_of, watermark_of
 
 _Key = TypeVar("_Key")
 MAX_COMMANDS = 3
+LONGEST_ID = 120
 BASELINE_ARMS = ("bf16", "stock", "bf16-stock", "BF16")
 
 _LADDER = (
@@ -120,7 +123,15 @@ def _part(record: Record, key: str) -> str:
         return constants_of(record)
     if key == "watermark":
         return f"{watermark_of(record):g}"
+    if key == "server":
+        return " ".join(server_options(record))
     return str(record.settings.get(key))
+
+
+def server_options(record: Record) -> tuple[str, ...]:
+    """Options of a record's server, each once and in one order: ``--a 1 --b`` is the server of ``--b --a=1``."""
+    given = (one.strip() for one in re.split(r"(?:^|\s)(?=--)", text(record, "server")))
+    return tuple(sorted({re.sub(r"^(--[^\s=]+)\s+", r"\1=", one) for one in given if one}))
 
 
 def replaced(records: Iterable[Record]) -> list[Record]:
@@ -181,6 +192,9 @@ def interval(value: Any, scale: float = 1.0) -> str:
 
 
 def slug(*parts: object) -> str:
-    """An id for a figure: letters, digits and dashes."""
+    """An id for a figure, also its file's name: letters, digits and dashes, a long one cut and ending in a digest."""
     joined = "-".join(str(part) for part in parts).lower()
-    return "".join(c if c.isalnum() and c.isascii() else "-" for c in joined).strip("-")
+    plain = "".join(c if c.isalnum() and c.isascii() else "-" for c in joined).strip("-")
+    if len(plain) <= LONGEST_ID:
+        return plain
+    return f"{plain[: LONGEST_ID - 9].strip('-')}-{hashlib.sha256(joined.encode()).hexdigest()[:8]}"

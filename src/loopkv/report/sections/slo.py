@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from loopkv.report.sections.common import (
     latest,
     number,
     of_kind,
+    server_options,
     slug,
     text,
 )
@@ -40,7 +40,8 @@ class _Place:
     pool_bytes: float | None
     workload: str
     full_length: bool
-    server: str = ""
+    options: tuple[str, ...] = ()  # of the server
+    server: str = ""  # what is said of them
 
     @property
     def where(self) -> str:
@@ -157,46 +158,53 @@ def _unique(records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     """The last record of each place, kind and seed."""
     return [
         record
-        for group in grouped(records, lambda r: (r.what, r.seed, r.hardware)).values()
+        for group in grouped(records, lambda r: (r.what, r.seed, _hardware(r))).values()
         for record in latest(group, *keys)
     ]
 
 
+def _hardware(record: Record) -> str:
+    """What was measured, or simulated (wherever that was computed)."""
+    return text(record, "gpu") if record.what.startswith("simulate.") else record.hardware
+
+
 def _place(record: Record) -> _Place:
-    simulated = record.what.startswith("simulate.")
-    hardware = text(record, "gpu") if simulated else record.hardware
     return _Place(
-        simulated,
+        record.what.startswith("simulate."),
         record.model or "",
-        hardware,
+        _hardware(record),
         number(record, "pool_bytes"),
         text(record, "workload"),
         ignores_eos(record),
-        text(record, "server"),
+        server_options(record),
     )
 
 
 def _by_place(records: Sequence[Record]) -> dict[_Place, list[Record]]:
-    """Records by the ladder they belong to, measured ones first. Of its server a place keeps what tells it from others
+    """Records by the ladder they belong to, measured ones first. Of its server a place says what tells it from others
     that are alike otherwise."""
     groups = grouped(records, _place)
-    servers: dict[_Place, list[str]] = {}
-    for place in groups:
-        servers.setdefault(replace(place, server=""), []).append(place.server)
-    found = {}
-    for place in sorted(groups, key=lambda place: place.simulated):
-        bare = replace(place, server="")
-        found[replace(bare, server=_differing(place.server, servers[bare]))] = groups[place]
-    return found
+    alike = _servers(groups)
+    return {
+        replace(place, server=_differing(place.options, alike[replace(place, options=())])): groups[place]
+        for place in sorted(groups, key=lambda place: place.simulated)
+    }
 
 
-def _differing(server: str, servers: Sequence[str]) -> str:
+def _servers(places: Iterable[_Place]) -> dict[_Place, list[tuple[str, ...]]]:
+    """Options of the servers of places that are alike otherwise."""
+    servers: dict[_Place, list[tuple[str, ...]]] = {}
+    for place in places:
+        servers.setdefault(replace(place, options=()), []).append(place.options)
+    return servers
+
+
+def _differing(own: tuple[str, ...], servers: Sequence[tuple[str, ...]]) -> str:
     """The options of one server that not all have."""
     if len(servers) == 1:
         return ""
-    options = [re.split(r"(?:^| )(?=--)", one) for one in servers]
-    own = [one for one in re.split(r"(?:^| )(?=--)", server) if one and not all(one in other for other in options)]
-    return f"server with {' '.join(own)}" if own else "server without more options"
+    told = [one for one in own if not all(one in other for other in servers)]
+    return f"server with {' '.join(told)}" if told else "server without more options"
 
 
 def _bounds(record: Record) -> tuple[float, float, float]:
@@ -294,8 +302,8 @@ def _capacity_table(place: _Place, rows: Sequence[Record], runs: _Runs) -> Table
     """Capacities of all arms, a row for each pair of bounds: a phone shows them without scrolling."""
     labels = list(dict.fromkeys(runs.label(r, "\n") for r in rows))
     lines = []
-    order = sorted(grouped(rows, lambda r: (*reversed(_bounds(r)), r.seed or 0)).items(), key=lambda one: one[0])
-    for (tau0, ttft, k, _), group in order:
+    by_bounds = grouped(rows, lambda r: (*reversed(_bounds(r)), -1 if r.seed is None else r.seed))
+    for (tau0, ttft, k, _), group in sorted(by_bounds.items(), key=lambda one: one[0]):
         at = {runs.label(r, "\n"): r for r in group}
         seed = group[0].seed
         lines.append(
