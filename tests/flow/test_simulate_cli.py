@@ -125,3 +125,59 @@ def test_values_without_a_meaning_are_refused(tmp_path: Path, option: str, value
     arguments = ["simulate", str(work), "--arm", "stock", "--geometry", "ouro-1.4b", option, value]
     error = RUN.invoke(app, arguments).exception
     assert isinstance(error, LoopKVError) and option.lstrip("-") in str(error)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("6", "0.06 for 6%"),
+        ("6%", "0.06 for 6%"),
+        ("0.5%", "0.005 for 0.5%"),
+        ("12.5 %", "0.125 for 12.5%"),
+        ("1", "0.01 for 1%"),
+        *((value, None) for value in ("100", "-1", "nan", "inf", "", "a", "%", "1e", "--1")),
+    ],
+)
+def test_a_watermark_in_percent_is_refused_with_the_share_it_means(
+    tmp_path: Path, value: str, hint: str | None
+) -> None:
+    work = tmp_path / "work.jsonl"
+    work.write_text('{"prompt_tokens": 1000, "output_tokens": 200}\n')
+    with pytest.raises(LoopKVError, match=r"--watermark.*wanted a share from 0 to below 1") as error:
+        run("simulate", work, "--arm", "stock", "--geometry", "ouro-1.4b", f"--watermark={value}")
+    assert error.value.hint == hint
+
+
+def test_a_gpu_of_ones_own_is_called_custom_and_names_only_what_it_has_of_another(tmp_path: Path) -> None:
+    work, records = tmp_path / "work.jsonl", tmp_path / "r.jsonl"
+    run("bench", "workload", "-o", work, "--requests", 20)
+    base = ("simulate", work, "--geometry", "ouro-1.4b", "--arm", "kivi4", "--rates", "0.01", "-o", records)
+    for arguments, gpu, source in (
+        (("--bandwidth", 3, "--t-fix", 5, "--pool", 9), "custom", "bandwidth, t_fix given; prefill"),
+        (
+            ("--bandwidth", 3, "--t-fix", 5),
+            "custom (memory of the H200)",
+            "bandwidth, t_fix given; memory of the H200; prefill",
+        ),
+        (
+            ("--memory", 60, "--gpu", "NVIDIA L40S"),
+            "custom (bandwidth and t_fix of the L40S)",
+            "memory given; bandwidth and t_fix of the L40S (not fitted: 0.864 TB/s (datasheet)",
+        ),
+        (("--memory", 60, "--bandwidth", 3, "--t-fix", 5), "custom", "memory, bandwidth, t_fix given; prefill"),
+        (("--gpu", "nvidia h200", "--watermark", 0.06), "H200", "two measured steps"),
+    ):
+        records.unlink(missing_ok=True)
+        told = " ".join(run(*base, *arguments).split())
+        assert f"not a measurement: {gpu}; {source}" in told
+        for record in read_records([records]):
+            assert record.settings["gpu"] == gpu and record.settings["constants"].startswith(source)
+            assert record.settings.get("watermark") == (0.06 if gpu == "H200" else None)
+
+
+def test_help_lists_every_gpu() -> None:
+    from loopkv.capacity import GPUS
+
+    for verb in ("simulate", "capacity"):
+        said = run(verb, "--help")
+        assert all(name in said for name in GPUS), verb

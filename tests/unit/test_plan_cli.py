@@ -335,6 +335,7 @@ def test_capacity_of_a_checkpoint_and_a_gpu_of_ones_own(cli: Cli) -> None:
     result = cli("capacity", "--plan", "kivi4", "--model", reference.model_folder(), *arguments)
     assert result.code == 0
     assert "custom, requests of 8192" in result.flat and "memory, bandwidth, t_fix given" in result.flat
+    assert "H200" not in result.flat
     assert "t_fix 0.167 ms (1 ms at 96 cells, this model has 16)" in result.flat
 
 

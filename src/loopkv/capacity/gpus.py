@@ -83,6 +83,41 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+def custom_gpu(
+    base: Gpu | None,
+    *,
+    memory_bytes: int | None = None,
+    bandwidth_bytes_s: float | None = None,
+    t_fix_s: float | None = None,
+    memory_used: bool = True,
+) -> Gpu:
+    """A GPU of given numbers, called ``custom`` with what it still has of ``base``, and with the sources of both.
+
+    Args:
+        base: what is not given is taken from it; None where everything is.
+        memory_bytes, bandwidth_bytes_s, t_fix_s: as ``Gpu``.
+        memory_used: False where the memory decides nothing, hence is not told.
+    """
+    numbers = {"memory": memory_bytes, "bandwidth": bandwidth_bytes_s, "t_fix": t_fix_s}
+    given = [name for name, value in numbers.items() if value is not None]
+    rest = [name for name, value in numbers.items() if value is None and (name != "memory" or memory_used)]
+    source = f"{', '.join(given)} given"
+    if base is None:
+        if len(given) < len(numbers):
+            raise LoopKVError("custom GPU", got=source, wanted="memory, bandwidth and t_fix, or a GPU for the rest")
+        base = Gpu("custom", 1, 1.0, 0.0, "")
+    if rest:
+        source += f"; {' and '.join(rest)} of the {base.name}"
+        source += f" ({base.source})" if rest != ["memory"] else ""
+    return Gpu(
+        f"custom ({' and '.join(rest)} of the {base.name})" if rest else "custom",
+        base.memory_bytes if memory_bytes is None else memory_bytes,
+        base.bandwidth_bytes_s if bandwidth_bytes_s is None else bandwidth_bytes_s,
+        base.t_fix_s if t_fix_s is None else t_fix_s,
+        source,
+    )
+
+
 _VENDOR = "nvidia-"
 NEAR = 0.8
 """How alike (difflib's ratio) a name must be to be suggested: H10 and H100 are, V100 and H100 are not."""

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from loopkv.artifacts import Plan
     from loopkv.capacity import Capacity, Gpu, ModelSize
 
+GPU_NAMES = "H200 (default), RTX-PRO-6000, H100, A100-80, RTX-PRO-4500, L40S."
+"""Help of ``--gpu``."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -31,7 +34,7 @@ def capacity_command(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="H200 (default), RTX-PRO-6000, H100, A100-80, RTX-PRO-4500, L40S."),
+        typer.Option(metavar="NAME", help=GPU_NAMES),
     ] = None,
     context: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens of every request.")] = 8192,
     hot_share: Annotated[
@@ -131,27 +134,31 @@ def _folder_size(folder: Path) -> ModelSize:
     )
 
 
-def _gpu(name: str | None, memory: float | None, bandwidth: float | None, t_fix: float | None) -> Gpu:
-    from loopkv.capacity import Gpu, get_gpu
+def _gpu(
+    name: str | None,
+    memory: float | None,
+    bandwidth: float | None,
+    t_fix: float | None,
+    *,
+    memory_used: bool = True,
+) -> Gpu:
+    from loopkv.capacity import custom_gpu, get_gpu
 
     given = (memory, bandwidth, t_fix)
-    base = Gpu("custom", 1, 1.0, 0.0, "") if name is None and None not in given else get_gpu(name or "H200")
-    if given == (None, None, None):
+    base = None if name is None and None not in given else get_gpu(name or "H200")
+    if base is not None and given == (None, None, None):
         return base
     for option, value in (("--memory", memory), ("--bandwidth", bandwidth)):
         if value is not None and not 0 < value < 1e9:
             raise UnsupportedError(option, got=value, wanted="a number > 0")
     if t_fix is not None and not 0 <= t_fix < 1e6:
         raise UnsupportedError("--t-fix", got=t_fix, wanted="milliseconds >= 0")
-    changed = [
-        option for option, value in zip(("memory", "bandwidth", "t_fix"), given, strict=True) if value is not None
-    ]
-    return Gpu(
-        name=base.name,
-        memory_bytes=base.memory_bytes if memory is None else round(memory * (1 << 30)),
-        bandwidth_bytes_s=base.bandwidth_bytes_s if bandwidth is None else bandwidth * 1e12,
-        t_fix_s=base.t_fix_s if t_fix is None else t_fix * 1e-3,
-        source=f"{', '.join(changed)} given" + (f"; {base.source}" if base.source else ""),
+    return custom_gpu(
+        base,
+        memory_bytes=None if memory is None else round(memory * (1 << 30)),
+        bandwidth_bytes_s=None if bandwidth is None else bandwidth * 1e12,
+        t_fix_s=None if t_fix is None else t_fix * 1e-3,
+        memory_used=memory_used,
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loopkv.cli.capacity import GPU_NAMES
 from loopkv.cli.model import FOLDER_OR_NAME, model_name, parse_model
 from loopkv.errors import LoopKVError, UnsupportedError
 from loopkv.paths import check_input_file, check_output_file
@@ -34,7 +36,7 @@ def simulate_command(
         Path | None,
         typer.Option(parser=parse_model, metavar=FOLDER_OR_NAME, help="Checkpoint instead of --geometry."),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="As for loopkv capacity; H200 by default.")] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help=GPU_NAMES)] = None,
     bandwidth: Annotated[float | None, typer.Option(metavar="TB/S", help="Effective bandwidth of a step.")] = None,
     memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory.")] = None,
     t_fix: Annotated[float | None, typer.Option(metavar="MS", help="Fixed time of a step of 96 cells.")] = None,
@@ -61,8 +63,8 @@ def simulate_command(
     max_running: Annotated[int, typer.Option(help="Most running requests (max_num_seqs).")] = 256,
     max_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192,
     watermark: Annotated[
-        float, typer.Option(metavar="0..1", help="Share of the pool that admissions leave free (vLLM's --watermark).")
-    ] = 0.0,
+        str, typer.Option(metavar="0..1", help="Share of the pool that admissions leave free (vLLM's --watermark).")
+    ] = "0",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", callback=check_output_file, help="Append Records to this file.")
     ] = None,
@@ -96,6 +98,7 @@ def simulate_command(
             raise UnsupportedError(option, got=value, wanted="a number > 0")
     if not 0 <= hot_share <= 1:
         raise UnsupportedError("--hot-share", got=hot_share, wanted="a share from 0 to 1")
+    free_share = _watermark(watermark)
     starts = _seeds(seeds)
     requests = read_workload(workload)
     name = geometry or model_name(model)
@@ -111,7 +114,7 @@ def simulate_command(
     prediction = predict_capacity(
         [],
         size,
-        _gpu(gpu, memory, bandwidth, t_fix),
+        _gpu(gpu, memory, bandwidth, t_fix, memory_used=pool is None),
         round(context),
         utilization=DEFAULT_UTILIZATION if utilization is None else utilization,
     )
@@ -132,14 +135,14 @@ def simulate_command(
             warnings += [f"{spec.label}: {text}" for text in found.warnings()]
             stock_time = step_time if spec.stock and spec.kv_cache_dtype == "auto" else stock_time
         pool_bytes = prediction.pool_bytes if pool is None else round(pool * (1 << 30))
-        engine = EngineModel(step_time, pool_bytes, prefill_rate, max_batched_tokens, max_running, watermark)
+        engine = EngineModel(step_time, pool_bytes, prefill_rate, max_batched_tokens, max_running, free_share)
         pairs.append((cache, engine))
     if tau0 is None:
         exact = len(size.geometry.cells) * 4 * size.geometry.kv_heads * size.geometry.head_dim
         tau0 = stock_time.step_s(1, context * exact) * 1e3
     bounds = [Bounds(t, one, tau0 / 1e3) for t in _numbers(ttft, "--ttft") for one in _numbers(k, "--k")]
     constants = f"fitted to {fit.name}" if fit is not None else prediction.gpu.source
-    told = f"; watermark {watermark:g}" if watermark else ""
+    told = f"; watermark {free_share:g}" if free_share else ""
     study = simulate_study(
         requests,
         pairs,
@@ -164,6 +167,24 @@ def _seeds(text: str) -> list[int]:
     if not parts or not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) < 1 << 32 for part in parts):
         raise UnsupportedError("--seeds", got=repr(text)[:80], wanted="whole numbers from 0 to 2^32 - 1")
     return [int(part) for part in parts]
+
+
+def _watermark(text: str) -> float:
+    """A share from 0 to below 1, as vLLM takes it; one in percent is refused with the share that it means."""
+    share = re.fullmatch(r"([0-9.eE+-]{1,20})(\s*%)?", text.strip())
+    try:
+        value = float(share[1]) if share else math.nan
+    except ValueError:
+        value = math.nan
+    if share and not share[2] and 0 <= value < 1:
+        return value
+    percent = 0 <= value < 100 and share is not None and (value >= 1 or share[2])
+    raise LoopKVError(
+        "--watermark",
+        got=repr(text)[:80],
+        wanted="a share from 0 to below 1",
+        hint=f"{value / 100:g} for {value:g}%" if percent else None,
+    )
 
 
 def _numbers(text: str, option: str) -> list[float]:
