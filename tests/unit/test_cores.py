@@ -38,7 +38,8 @@ def test_cores_that_cannot_be_measured_do_not_count() -> None:
     assert warning({}) is None and warning({3: [1.0, 1.0]}) is None
 
 
-def test_of_many_cores_some_are_measured() -> None:
+def test_of_many_cores_some_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "PAUSE_S", 0.0)
     probed: list[int] = []
 
     def probe(core: int) -> float:

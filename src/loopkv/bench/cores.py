@@ -16,9 +16,11 @@ ROUNDS = 2
 SECOND_LOOKS = 8
 """At most, at cores that look slow after the rounds: what passes by is no property of a core."""
 CPU_S = 0.025
-WALL_S = 0.045
-"""Of one turn on one core, whatever else runs there: 16 cores in two rounds end within 1.44 s."""
-LIMIT_S = 1.4
+WALL_S = 0.04
+"""Of one turn on one core, whatever else runs there: 16 cores in two rounds end within 1.3 s."""
+PAUSE_S = 0.08
+"""Before a further look."""
+LIMIT_S = 1.25
 """No further look starts that could end later than this after the first."""
 _TURN = 2_000
 Probe = Callable[[int], float | None]
@@ -46,8 +48,11 @@ def slow_cores(probe: Probe | None = None, cores: Collection[int] | None = None)
     try:
         for number in range(ROUNDS + SECOND_LOOKS):
             looked_at = probed if number < ROUNDS else _slow(speeds)
-            if number >= ROUNDS and time.perf_counter() - started + len(looked_at) * WALL_S > LIMIT_S:
-                break
+            if number >= ROUNDS:
+                needed = PAUSE_S + len(looked_at) * WALL_S
+                if not looked_at or time.perf_counter() - started + needed > LIMIT_S:
+                    break
+                time.sleep(PAUSE_S)
             for core in looked_at:
                 if (speed := (probe or core_speed)(core)) is not None:
                     speeds[core] = max(speed, speeds.get(core, 0.0))
@@ -61,11 +66,12 @@ def core_speed(core: int) -> float | None:
 
     Processor time, so that a core that others use at the moment does not look slow for it.
     """
+    wall = time.perf_counter()  # the wait for a core that is busy counts
     try:
         os.sched_setaffinity(0, {core})
     except OSError:  # taken out of service, or out of this process's set, meanwhile
         return None
-    turns, cpu, wall = 0, time.thread_time(), time.perf_counter()
+    turns, cpu = 0, time.thread_time()
     taken = 0.0
     while taken < CPU_S and time.perf_counter() - wall < WALL_S:
         total = 0
