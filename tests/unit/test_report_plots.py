@@ -24,6 +24,8 @@ def test_the_first_looks_all_differ() -> None:
     many = COLOURS * len(MARKERS)
     assert len({(PNG_THEME.of(n), marker_of(n)) for n in range(many)}) == many
     assert len({(PNG_THEME.of(n), marker_of(n), dash_of(n)) for n in range(4 * many)}) == 4 * many
+    # Where colours repeat the line tells too: markers are small.
+    assert len({(PNG_THEME.of(n), dash_of(n)) for n in range(4 * COLOURS)}) == 4 * COLOURS
 
 
 def test_every_arm_of_a_decode_figure_has_a_look_of_its_own() -> None:
@@ -39,6 +41,7 @@ def test_every_arm_of_a_decode_figure_has_a_look_of_its_own() -> None:
     lines = {line.get_label(): line for line in axes.get_lines() if line.get_label() in arms}
     looks = {arm: (line.get_color(), line.get_marker(), line.get_linestyle()) for arm, line in lines.items()}
     assert len(looks) == len(set(looks.values())) == 12
+    assert {text.get_text() for text in axes.texts} >= {f"{arm}, 8" for arm in arms}
     assert looks["bf16 (A/A)"] == (*looks["bf16"][:2], "--")
     assert _looks(["x (A/A)", "y", "x"]) == {"x (A/A)": 0, "y": 1, "x": 0}
 

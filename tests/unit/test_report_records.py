@@ -201,6 +201,35 @@ def test_simulations_of_other_constants_or_another_watermark_are_neither_joined_
     assert [row[:2] for row in counted.rows] == [("simulate.attainment", "10"), ("simulate.capacity", "2")]
 
 
+def test_a_bound_is_printed_in_one_way_and_a_rate_with_three_figures() -> None:
+    """tau0 as measured and as given to a command, 3 x 1.4238 = 4.271 and 3 x 1.424 = 4.272 ms, are one figure;
+    rates of a grid of 10% steps; an axis that begins at 0."""
+    rows = [r for r in slo_records() if r.what in ("simulate.attainment", "simulate.capacity")]
+    grid = {0.04: 1.1**-34, 0.06: 1.1**-30, 0.08: 1.1**-27, 0.11: 1.1**-23, 0.14: 1.1**-21}
+
+    def at(r: Record, tau0: float) -> Record:
+        settings = {**r.settings, "tau0_ms": tau0}
+        if "rate_per_s" in settings:
+            settings["rate_per_s"] = grid[settings["rate_per_s"]]
+        return r.model_copy(
+            update={"settings": settings, "value": 1.1**-30 if r.what.endswith("capacity") else r.value}
+        )
+
+    page = records_page([at(r, 1.4238306208508813 if r.settings["arm"] == "kivi4" else 1.424) for r in rows])
+    (figure,) = (f for f in page.figures if f.key.startswith("slo"))
+    assert figure.title.endswith("TPOT <= 3 x 1.424 ms = 4.272 ms")
+    assert figure.data is not None and [row[1] for row in figure.data.rows[:2]] == ["0.0391", "0.0573"]
+    assert "at 0.0391 to 0.76 at 0.135 req/s" in figure.alt
+    axes = Canvas(figsize=(4.2, 4.0), layout="constrained").subplots()
+    figure.drawing.draw(axes, PNG_THEME)
+    assert axes.get_ylim()[0] == 0
+    table = next(t for title, t in tables(page).items() if title.startswith("Simulated capacity"))
+    assert table.rows == (("4.272 ms (3 x 1.424)", "10 s", "0.0573", "0.0573", "101"),)
+    twice = [at(r, tau0) for tau0 in (1.4238306208508813, 1.424) for r in rows]
+    counted = tables(records_page(twice))["Records without a row of their own"]
+    assert [row[:2] for row in counted.rows] == [("simulate.attainment", "10"), ("simulate.capacity", "2")]
+
+
 def test_measured_ladders_come_before_simulated_ones_and_each_says_what_it_is() -> None:
     rows = slo_records()
     simulated = [r for r in rows if r.what.startswith("simulate.")]

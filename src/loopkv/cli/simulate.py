@@ -232,5 +232,5 @@ def _print(study: SimulationStudy, context: float, tau0: float) -> None:
 
 def _capacity_text(found: LadderCapacity) -> str:
     if found.rate_per_s is None:
-        return f"<{found.lowest_rate:.4g}"
-    return f"{'>=' if found.no_rung_failed else ''}{found.rate_per_s:.4g}"
+        return f"<{found.lowest_rate:.3g}"
+    return f"{'>=' if found.no_rung_failed else ''}{found.rate_per_s:.3g}"

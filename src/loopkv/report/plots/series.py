@@ -19,8 +19,9 @@ def marker_of(number: int) -> str:
 
 
 def dash_of(number: int) -> Any:
-    """Line style of series ``number``: solid, until colour and marker together repeat."""
-    return DASHES[number // (COLOURS * len(MARKERS)) % len(DASHES)]
+    """Line style of series ``number``: another where colours repeat; the first 256 differ in one of the three."""
+    repeat = number // COLOURS
+    return DASHES[(repeat + repeat // len(MARKERS)) % len(DASHES)]
 
 
 @dataclass(frozen=True, slots=True)

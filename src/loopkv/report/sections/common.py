@@ -123,9 +123,16 @@ def _part(record: Record, key: str) -> str:
         return constants_of(record)
     if key == "watermark":
         return f"{watermark_of(record):g}"
+    if key == "tau0_ms" and number(record, key) is not None:
+        return str(tau0_ms_of(record))
     if key == "server":
         return " ".join(server_options(record))
     return str(record.settings.get(key))
+
+
+def tau0_ms_of(record: Record) -> float:
+    """tau0 with four significant figures: measured as 1.42383 ms and given as 1.424 it is one bound, not two."""
+    return float(f"{float(record.settings['tau0_ms']):.4g}")
 
 
 def server_options(record: Record) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ def _sweep(
             arm,
             tuple(float(r.value or 0) for r in by_arm[arm]),
             tuple(tokens_per_s(r) for r in by_arm[arm]),
-            labels=(*("" for _ in by_arm[arm][:-1]), f"{by_arm[arm][-1].settings['batch']}"),
+            labels=(*("" for _ in by_arm[arm][:-1]), f"{arm}, {by_arm[arm][-1].settings['batch']}"),
             colour=looks[arm],
             dashed=arm.endswith(A_A),
             hollow=arm.endswith(A_A),
@@ -211,7 +211,7 @@ def _sweep(
         key=slug("decode", model, hardware, context),
         title=f"Decode at {context:,} tokens of context",
         explanation=(
-            f"{where}. Each line is one arm as its batch grows; the number at its end is the largest batch measured. "
+            f"{where}. Each line is one arm as its batch grows; its end names it and the largest batch measured. "
             f"Further up at one time per token is better.{twice}{commits}"
         ),
         alt=f"Tokens per second over time per token at {context:,} tokens: {told}.",

@@ -22,11 +22,13 @@ from loopkv.report.sections.common import (
     of_kind,
     server_options,
     slug,
+    tau0_ms_of,
     text,
 )
 from loopkv.report.sections.simulated import constants_of, run_name, watermark_of
 
 ATTAINMENT_RULE = 0.95
+RATE_DIGITS = 3
 DRAWN_BOUNDS = (3.0, 10.0)  # k and TTFT of the paper's main objective; the others are in a table
 
 
@@ -107,7 +109,7 @@ def slo_section(records: Sequence[Record]) -> Section | None:
     runs = _Runs([*attained, *capacities])
     blocks: list[Figure | Table] = []
     for place, rows in _by_place(attained).items():
-        for tau0_ms, group in grouped(rows, lambda r: float(r.settings["tau0_ms"])).items():
+        for tau0_ms, group in grouped(rows, tau0_ms_of).items():
             by_bounds = grouped(group, _bounds)
             shown = next((b for b in by_bounds if b[:2] == DRAWN_BOUNDS), next(iter(by_bounds)))
             blocks.append(_ladder(shown, place, by_bounds[shown], arms, runs))
@@ -208,7 +210,11 @@ def _differing(own: tuple[str, ...], servers: Sequence[tuple[str, ...]]) -> str:
 
 
 def _bounds(record: Record) -> tuple[float, float, float]:
-    return (float(record.settings["k"]), float(record.settings["ttft_s"]), float(record.settings["tau0_ms"]))
+    return (float(record.settings["k"]), float(record.settings["ttft_s"]), tau0_ms_of(record))
+
+
+def _rate(record: Record) -> str:
+    return figures_of(float(record.settings["rate_per_s"]), RATE_DIGITS)
 
 
 def _bound_text(bounds: tuple[float, float, float]) -> str:
@@ -242,14 +248,11 @@ def _ladder(
             )
         )
         low, high = ordered[0], ordered[-1]
-        told.append(
-            f"{name}: {low.value:.2f} at {low.settings['rate_per_s']:g} to {high.value:.2f} at "
-            f"{high.settings['rate_per_s']:g} req/s"
-        )
+        told.append(f"{name}: {low.value:.2f} at {_rate(low)} to {high.value:.2f} at {_rate(high)} req/s")
         lines += [
             (
                 name,
-                f"{r.settings['rate_per_s']:g}",
+                _rate(r),
                 f"{r.value:.3f}",
                 figures_of(number(r, "scored"), 6),
                 figures_of(number(r, "preemptions"), 6),
@@ -276,7 +279,7 @@ def _ladder(
             "arrival rate (req/s)",
             "attainment",
             horizontal=(ATTAINMENT_RULE, f"{ATTAINMENT_RULE:.0%}"),
-            y_limits=(min(0.5, *(v for one in series for v in one.y)) - 0.03, 1.02),
+            y_limits=(0.0, 1.02),
         ),
         data=table_of("Rungs", ("arm", "req/s", "attainment", "scored", "preemptions"), lines),
     )
@@ -292,7 +295,9 @@ def _all_bounds_table(
     ).items():
         at = {_bounds(r): float(r.value or 0) for r in group}
         seed_text = "-" if seed is None else str(seed)
-        lines.append((arm, seed_text, f"{rate:.4g}", *(f"{at[b]:.3f}" if b in at else "-" for b in bounds)))
+        lines.append(
+            (arm, seed_text, figures_of(rate, RATE_DIGITS), *(f"{at[b]:.3f}" if b in at else "-" for b in bounds))
+        )
     names = [f"{k:g} tau0\nTTFT {ttft:g} s" for k, ttft, _ in bounds]
     title = f"Attainment under every bound, tau0 {tau0:.4g} ms ({place.text})"
     return table_of(title, ("arm", "seed", "req/s", *names), lines)
@@ -329,9 +334,9 @@ def _capacity_text(record: Record | None) -> str:
         return "-"
     if record.value is None:
         lowest = number(record, "lowest_rate")
-        return "none" if lowest is None else f"<{lowest:.4g}"
+        return "none" if lowest is None else f"<{figures_of(lowest, RATE_DIGITS)}"
     at_least = record.settings.get("no_rung_failed") or record.settings.get("bound") == "at_least"
-    return f"{'>=' if at_least else ''}{record.value:.4g}"
+    return f"{'>=' if at_least else ''}{figures_of(record.value, RATE_DIGITS)}"
 
 
 def _misses(place: _Place, rows: Sequence[Record], runs: _Runs) -> Table | None:
@@ -347,7 +352,7 @@ def _misses(place: _Place, rows: Sequence[Record], runs: _Runs) -> Table | None:
             (
                 arm,
                 f"{k:g} x {tau0:.4g} ms, {ttft:g} s",
-                f"{first.settings['rate_per_s']:g}",
+                _rate(first),
                 f"{float(first.value or 0):.3f}",
                 *(figures_of(number(first, key), 6) for key in ("missed_ttft", "missed_tpot", "missed_both", "failed")),
                 figures_of(number(first, "preemptions"), 6),
