@@ -201,6 +201,24 @@ def test_simulations_of_other_constants_or_another_watermark_are_neither_joined_
     assert [row[:2] for row in counted.rows] == [("simulate.attainment", "10"), ("simulate.capacity", "2")]
 
 
+def test_simulations_of_two_gpus_in_one_pool_are_compared_and_each_names_its_gpu() -> None:
+    rows = [r for r in slo_records() if r.what.startswith("simulate.")]
+
+    def run(gpu: str, constants: str, **more: object) -> list[Record]:
+        settings = {"gpu": gpu, "constants": constants, "pool_bytes": 3 << 30, **more}
+        return [r.model_copy(update={"settings": {**r.settings, **settings}}) for r in rows]
+
+    fitted = "fitted to d.jsonl; kivi4: slo.cell: t_fix 1 ms, 3 TB/s; LoopKV-M: slo.cell: t_fix 1 ms, 4 TB/s"
+    page = records_page([*run("custom", "given"), *run("H200", fitted)])
+    (figure,) = (f for f in page.figures if f.key.startswith("slo"))
+    assert "simulated custom and H200, pool of 3 GiB" in figure.png_title
+    assert "kivi4, bytes, custom: 1.00 at" in figure.alt and "kivi4, fitted to ladder, H200: 1.00 at" in figure.alt
+    table = next(t for title, t in tables(page).items() if title.startswith("Simulated capacity"))
+    assert table.columns[2] == "kivi4\nbytes, custom" and len(table.rows) == 1
+    apart = [*run("A", "given", pool_bytes=None), *run("B", "given", pool_bytes=None)]
+    assert len([f for f in records_page(apart).figures if f.key.startswith("slo")]) == 2
+
+
 def test_a_bound_is_printed_in_one_way_and_a_rate_with_three_figures() -> None:
     """tau0 as measured and as given to a command, 3 x 1.4238 = 4.271 and 3 x 1.424 = 4.272 ms, are one figure;
     rates of a grid of 10% steps; an axis that begins at 0."""

@@ -66,11 +66,14 @@ class _Place:
 class _Runs:
     """Names of simulated ladders: the arm with what it was computed with, ``m, bytes, watermark 0.06``.
 
-    Where runs of one arm and place have one name and other constants, they are numbered. Measured ladders are called by
-    their arm.
+    Where runs of one place are of several GPUs, each names its own; where those of one arm have one name and other
+    constants, they are numbered. Measured ladders are called by their arm.
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
+        self.gpus: dict[_Place, set[str]] = {}
+        for record in records:
+            self.gpus.setdefault(_place(record), set()).add(_hardware(record))
         self.found: dict[tuple[_Place, str, str], list[str]] = {}
         for record in records:
             constants = self.found.setdefault(self._key(record), [])
@@ -78,12 +81,16 @@ class _Runs:
                 constants.append(constants_of(record))
 
     def _key(self, record: Record) -> tuple[_Place, str, str]:
-        return _place(record), text(record, "arm"), run_name(record)
+        return _place(record), text(record, "arm"), self._name(record)
+
+    def _name(self, record: Record) -> str:
+        gpu = _hardware(record) if len(self.gpus[_place(record)]) > 1 else ""
+        return ", ".join(part for part in (run_name(record), gpu) if part)
 
     def of(self, record: Record) -> str:
         """What the record was computed with, empty where it was measured or does not say."""
         alike = self.found[self._key(record)]
-        name = run_name(record)
+        name = self._name(record)
         return f"{name} ({alike.index(constants_of(record)) + 1})".strip() if len(alike) > 1 else name
 
     def label(self, record: Record, between: str = ", ") -> str:
@@ -171,11 +178,14 @@ def _hardware(record: Record) -> str:
 
 
 def _place(record: Record) -> _Place:
+    """Simulations of one pool are one place whatever the GPU: constants that are given or fitted are those of none
+    by its name, and are there to be compared. ``_by_place`` fills in the hardware."""
+    simulated, pool_bytes = record.what.startswith("simulate."), number(record, "pool_bytes")
     return _Place(
-        record.what.startswith("simulate."),
+        simulated,
         record.model or "",
-        _hardware(record),
-        number(record, "pool_bytes"),
+        "" if simulated and pool_bytes is not None else _hardware(record),
+        pool_bytes,
         text(record, "workload"),
         ignores_eos(record),
         server_options(record),
@@ -187,10 +197,12 @@ def _by_place(records: Sequence[Record]) -> dict[_Place, list[Record]]:
     that are alike otherwise."""
     groups = grouped(records, _place)
     alike = _servers(groups)
-    return {
-        replace(place, server=_differing(place.options, alike[replace(place, options=())])): groups[place]
-        for place in sorted(groups, key=lambda place: place.simulated)
-    }
+    found = {}
+    for place in sorted(groups, key=lambda place: place.simulated):
+        hardware = " and ".join(dict.fromkeys(map(_hardware, groups[place])))
+        server = _differing(place.options, alike[replace(place, options=())])
+        found[replace(place, hardware=hardware, server=server)] = groups[place]
+    return found
 
 
 def _servers(places: Iterable[_Place]) -> dict[_Place, list[tuple[str, ...]]]:
