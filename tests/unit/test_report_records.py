@@ -212,9 +212,12 @@ def test_simulations_of_two_gpus_in_one_pool_are_compared_and_each_names_its_gpu
     page = records_page([*run("custom", "given"), *run("H200", fitted)])
     (figure,) = (f for f in page.figures if f.key.startswith("slo"))
     assert "simulated custom and H200, pool of 3 GiB" in figure.png_title
-    assert "kivi4, bytes, custom: 1.00 at" in figure.alt and "kivi4, fitted to ladder, H200: 1.00 at" in figure.alt
+    assert "kivi4, bytes: 1.00 at" in figure.alt and "kivi4, fitted to ladder: 1.00 at" in figure.alt
+    assert "Constants of kivi4, bytes / LoopKV-M, bytes (custom): given. kivi4, fitted to" in figure.explanation
     table = next(t for title, t in tables(page).items() if title.startswith("Simulated capacity"))
-    assert table.columns[2] == "kivi4\nbytes, custom" and len(table.rows) == 1
+    assert table.columns[2] == "kivi4\nbytes" and len(table.rows) == 1
+    (figure,) = (f for f in records_page([*run("A", "a"), *run("B", "b")]).figures if f.key.startswith("slo"))
+    assert "kivi4, bytes, A: 1.00 at" in figure.alt and "kivi4, bytes, B: 1.00 at" in figure.alt
     apart = [*run("A", "given", pool_bytes=None), *run("B", "given", pool_bytes=None)]
     assert len([f for f in records_page(apart).figures if f.key.startswith("slo")]) == 2
 

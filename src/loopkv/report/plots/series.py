@@ -8,7 +8,7 @@ from typing import Any
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COLOURS = 8  # of a theme
 DASHES: tuple[Any, ...] = ("-", (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)))
-RUN_DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (7, 1.5, 1, 1.5, 1, 1.5)), (0, (2, 2)))
+RUN_DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (1, 4)), (0, (9, 3)))
 """Line styles of the further runs of one look."""
 WIDTH_IN, HEIGHT_IN = 4.2, 3.1
 

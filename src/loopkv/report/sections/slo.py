@@ -66,14 +66,14 @@ class _Place:
 class _Runs:
     """Names of simulated ladders: the arm with what it was computed with, ``m, bytes, watermark 0.06``.
 
-    Where runs of one place are of several GPUs, each names its own; where those of one arm have one name and other
-    constants, they are numbered. Measured ladders are called by their arm.
+    Where runs of one place and name are of several GPUs, each names its own; where those of one arm still have one name
+    and other constants, they are numbered. Measured ladders are called by their arm.
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
-        self.gpus: dict[_Place, set[str]] = {}
+        self.gpus: dict[tuple[_Place, str], set[str]] = {}
         for record in records:
-            self.gpus.setdefault(_place(record), set()).add(_hardware(record))
+            self.gpus.setdefault((_place(record), run_name(record)), set()).add(_hardware(record))
         self.found: dict[tuple[_Place, str, str], list[str]] = {}
         for record in records:
             constants = self.found.setdefault(self._key(record), [])
@@ -84,7 +84,7 @@ class _Runs:
         return _place(record), text(record, "arm"), self._name(record)
 
     def _name(self, record: Record) -> str:
-        gpu = _hardware(record) if len(self.gpus[_place(record)]) > 1 else ""
+        gpu = _hardware(record) if len(self.gpus[_place(record), run_name(record)]) > 1 else ""
         return ", ".join(part for part in (run_name(record), gpu) if part)
 
     def of(self, record: Record) -> str:
@@ -99,10 +99,11 @@ class _Runs:
 
     def constants(self, records: Sequence[Record]) -> str:
         """The constants of every simulated ladder in a sentence."""
-        told = grouped(records, lambda r: (constants_of(r), watermark_of(r)))
+        told = grouped(records, lambda r: (constants_of(r), watermark_of(r), _hardware(r)))
+        several = len({gpu for _, _, gpu in told}) > 1
         parts = [
-            f"{' / '.join(dict.fromkeys(map(self.label, rows)))}: {constants}"
-            for (constants, _), rows in told.items()
+            f"{' / '.join(dict.fromkeys(map(self.label, rows)))}{f' ({gpu})' if several else ''}: {constants}"
+            for (constants, _, gpu), rows in told.items()
             if constants
         ]
         return f" Constants of {'. '.join(parts)}." if parts else ""
