@@ -155,7 +155,8 @@ _KINDS = (
         ("arm", "rate_per_s", "requests"),
         ("spec", "preemptions", "workload", "server", "ignore_eos", "duration_s", "server_start_s", "steps"),
         "one rung: `requests` holds arrival_s, ttft_s, tpot_ms, output_tokens and error of every request sent; `steps` "
-        "start_s, mean number and mean context of the requests that decode, and step_ms of windows of two seconds",
+        "start_s, mean number and mean context of the requests that decode, and step_ms of windows of two seconds; "
+        "`server_start_s` is the start of its own server (the slowest of its run in older files)",
     ),
     RecordKind(
         "slo.attainment",
