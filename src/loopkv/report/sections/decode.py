@@ -9,6 +9,7 @@ from loopkv.errors import LoopKVError
 from loopkv.records import Record, of_one_commit
 from loopkv.report.page import Figure, Section, Table, table_of
 from loopkv.report.plots import Series, bars, curves
+from loopkv.report.plots.series import HEIGHT_IN
 from loopkv.report.sections.common import (
     PLACES,
     arms_of,
@@ -26,6 +27,8 @@ from loopkv.report.sections.common import (
 from loopkv.step_time import StepRow, StepTimeModel, hold_out, matched_tokens_per_s
 
 DRAWN_PARTS = 7
+FEW_ARMS = 5
+"""Arms beyond make a figure higher: the names at the ends of their lines need room."""
 A_A = " (A/A)"
 """Behind the name of an arm that ran a second time."""
 _MEASURED = ("decode.step_ms", "decode.ttft_ms", "decode.prefill_tok_s")
@@ -222,6 +225,7 @@ def _sweep(
             "time per output token (ms)",
             "decode tok/s",
             log_x=True,
+            height_in=HEIGHT_IN + 0.15 * max(0, len(series) - FEW_ARMS),
             vertical=None if bound_ms is None or base is None else (bound_ms, f"{base} at its best"),
         ),
     )
