@@ -19,7 +19,7 @@ from loopkv.errors import LoopKVError
 from loopkv.record_kinds import RECORD_KINDS
 from loopkv.records import Record, append_records
 from loopkv.report import write_records_report
-from loopkv.report.figure import to_svg
+from loopkv.report.figure import to_svg, write_png
 from loopkv.report.from_records import DRAWN_KINDS, FOLDED_KINDS, problem, records_page
 from loopkv.report.page import Page, Table, render_page
 from loopkv.report.sections.common import command, report_command
@@ -152,6 +152,18 @@ def test_servers_that_only_look_different_are_one_and_servers_that_only_look_ali
         keys = [f.key for f in page_of(*servers).figures if f.key.startswith("slo")]
         assert len(set(keys)) == 2 and all(len(key) <= 130 for key in keys)
         assert render_page(page_of(*servers))
+
+
+def test_dollars_in_names_are_dollars(tmp_path: Path) -> None:
+    """Two of them would be mathematics to matplotlib, and most names none that it can read."""
+    rows = [
+        r.model_copy(update={"model": "a$b^$c", "hardware": "$x_$", "settings": {**r.settings, "arm": "$m_{$"}})
+        for r in (*slo_records(), *decode_records(noise=0.0))
+    ]
+    page = records_page(rows)
+    assert len(page.figures) > 2 and "$m_{$" in render_page(page)
+    for figure in page.figures:
+        write_png(figure.drawing, tmp_path / "one.png", figure.png_title)
 
 
 def test_a_seed_of_zero_is_a_seed() -> None:

@@ -31,6 +31,7 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8.5,
     "axes.titlesize": 9.0,
+    "text.parse_math": False,  # names come from Records: a $ in them is a dollar
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from loopkv.geometry import Geometry, Section
 from loopkv.report.figure import Drawing
-from loopkv.report.plots.scales import short_number
+from loopkv.report.plots.scales import add_colour_bar, short_number
 from loopkv.report.theme import OPTION_COLOURS, Theme
 
 if TYPE_CHECKING:
@@ -75,10 +75,7 @@ def heat_map(geometry: Geometry, values: Sequence[float | None], limits: tuple[f
                 text = short_number(value) if not wide else ("0" if value <= 0 else f"{math.log10(value):.1f}")
                 axes.text(x, y, text, ha="center", va="center", fontsize=7.5 if wide else 8.5, color=_contrast(shade))
         _grid_axes(axes, rows, grid_layers(geometry))
-        bar = axes.figure.colorbar(ScalarMappable(norm, colours), ax=axes, pad=0.02, fraction=0.06, aspect=12)
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(labelsize=8)
-        bar.set_label("nats per token", fontsize=8)
+        add_colour_bar(axes, ScalarMappable(norm, colours), "nats per token", aspect=12)
 
     return Drawing(columns * cell_in + 1.35, len(rows) * row_in + 0.75, draw, scrolls=wide)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from loopkv.report.figure import Drawing
-from loopkv.report.plots.scales import set_scales
+from loopkv.report.plots.scales import add_colour_bar, set_scales
 from loopkv.report.plots.series import WIDTH_IN, Series, marker_of
 from loopkv.report.theme import Theme
 
@@ -80,10 +80,7 @@ def shaded_points(
             norm = LogNorm(min(positive), max(max(positive), min(positive) * 1.01), clip=True)
             clipped = [max(value, min(positive)) for value in shade]
             points = axes.scatter(x, y, c=clipped, norm=norm, cmap="viridis_r", s=9, linewidths=0)
-            bar = axes.figure.colorbar(points, ax=axes, pad=0.02, fraction=0.06, aspect=20)
-            bar.outline.set_visible(False)
-            bar.ax.tick_params(labelsize=8)
-            bar.set_label(shade_label, fontsize=8)
+            add_colour_bar(axes, points, shade_label, aspect=20)
         for index, one in enumerate(marks):
             number = index if one.colour is None else one.colour
             colour = theme.of(number)
