@@ -25,6 +25,7 @@ from loopkv.artifacts.storage import write_atomically
 from loopkv.bench.arms import EngineArm, file_name
 from loopkv.bench.cores import slow_cores
 from loopkv.bench.place import Place, measured_elsewhere, place_of, this_place
+from loopkv.bench.records_file import rewrite_records
 from loopkv.errors import LoopKVError
 from loopkv.records import Record, append_records, make_record, read_records
 
@@ -212,7 +213,7 @@ def _forget_failures(settings: DecodeSettings, arm: EngineArm, here: Place) -> N
     ]
     if failed:
         kept = [r for r in known if all(r is not one for one in failed)]
-        write_atomically(settings.output, "".join(r.to_line() for r in kept).encode())
+        rewrite_records(settings.output, kept)
 
 
 def engine_text(settings: DecodeSettings) -> str:
@@ -234,16 +235,16 @@ def run_decode(settings: DecodeSettings, say: Say) -> tuple[Record, ...]:
         arm.load_plan(settings.identity)
     known = list(read_records([settings.output])) if settings.output.exists() else []
     if known:  # drops a torn last line
-        write_atomically(settings.output, "".join(r.to_line() for r in known).encode())
+        rewrite_records(settings.output, known)
     settings.work.mkdir(parents=True, exist_ok=True)
     here = this_place()
     rows_known = [r for arm in settings.arms for r in _of_arm(settings, arm, known) if r.what in ROW_KINDS]
     if (elsewhere := measured_elsewhere(rows_known, here, "rows")) is not None:
         say(elsewhere)
-    if any(missing_rows(settings, arm, known) for arm in settings.arms) and (warning := slow_cores()) is not None:
+    missing = [(arm, missing_rows(settings, arm, known)) for arm in settings.arms]
+    if any(rows for _, rows in missing) and (warning := slow_cores()) is not None:
         say(warning)
-    for arm in settings.arms:
-        rows = missing_rows(settings, arm, known)
+    for arm, rows in missing:
         if not rows:
             say(f"{arm.label}: nothing missing")
             continue

@@ -22,11 +22,11 @@ from typing import TypeGuard
 import numpy as np
 
 from loopkv.artifacts import Fingerprint
-from loopkv.artifacts.storage import write_atomically
 from loopkv.bench.arms import EngineArm, file_name
 from loopkv.bench.cores import slow_cores
 from loopkv.bench.place import Place, measured_elsewhere, place_of, this_place
 from loopkv.bench.prompts import Tokenizer, fill_prompts
+from loopkv.bench.records_file import rewrite_records
 from loopkv.bench.served_steps import windows_to_json
 from loopkv.bench.serving_client import (
     SERVED_NAME,
@@ -746,7 +746,7 @@ class _Run:
                 )
             ]
             self.records += scores
-            _rewrite(self.settings.output, self.records)
+            rewrite_records(self.settings.output, self.records)
         return scores
 
     def scores(self) -> tuple[Record, ...]:
@@ -934,12 +934,3 @@ def _score_place(record: Record) -> tuple[str, str | None]:
 
 def _cell_name(cell: _Cell) -> str:
     return f"{cell.arm.label}, seed {cell.seed}, {cell.rate:g} req/s"
-
-
-def _rewrite(path: Path, records: Sequence[Record]) -> None:
-    try:
-        lines = "".join(record.to_line() for record in records).encode()
-    except ValueError as error:  # half a character of UTF-16, say
-        got = str(error)[:120]
-        raise LoopKVError(f"cannot write {path}", got=got, hint="remove the line that holds it") from None
-    write_atomically(path, lines)
