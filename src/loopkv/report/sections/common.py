@@ -75,6 +75,11 @@ def number(record: Record, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def hardware_of(record: Record) -> str:
+    """What was measured, or simulated (wherever that was computed)."""
+    return text(record, "gpu") if record.what.startswith("simulate.") else record.hardware
+
+
 def arms_of(records: Iterable[Record]) -> list[str]:
     """Arms in order of first appearance: one order, hence one colour, for a whole section."""
     return list(dict.fromkeys(text(record, "arm") for record in records))
@@ -109,7 +114,7 @@ def place_of(record: Record) -> tuple[Any, ...] | None:
         return None
     told_apart: list[Any] = [record.what, record.model]
     if record.what.startswith(_PER_HARDWARE):
-        told_apart.append(text(record, "gpu") if record.what.startswith("simulate.") else record.hardware)
+        told_apart.append(hardware_of(record))
     if record.what.startswith(_PER_SEED):
         told_apart.append(record.seed)
     return (*told_apart, *(_part(record, key) for key in keys))

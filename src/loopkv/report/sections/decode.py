@@ -44,10 +44,11 @@ def decode_section(records: Sequence[Record]) -> Section | None:
     alone -= {(r.model or "", r.hardware) for r in steps}
     tables += [t for place in sorted(alone) if (t := _prefill_table(records, *place)) is not None]
     for (model, hardware), group in grouped(steps, lambda r: (r.model or "", r.hardware)).items():
-        rows = latest(drawn_steps(group)[0], *PLACES["decode.step_ms"])
+        of_one, of_others = drawn_steps(group)
+        rows = latest(of_one, *PLACES["decode.step_ms"])
         arms = arms_of(rows)
         launches = _launches(records, model, hardware)
-        others = grouped(drawn_steps(group)[1], lambda r: int(r.settings["context_tokens"]))
+        others = grouped(of_others, lambda r: int(r.settings["context_tokens"]))
         for context, at in sorted(grouped(rows, lambda r: int(r.settings["context_tokens"])).items()):
             commits = _commits(at, others.get(context, []))
             figure, table = _sweep(model, hardware, context, at, arms, launches, commits)

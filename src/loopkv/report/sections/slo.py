@@ -16,6 +16,7 @@ from loopkv.report.sections.common import (
     command,
     figures_of,
     grouped,
+    hardware_of,
     interval,
     latest,
     number,
@@ -73,7 +74,7 @@ class _Runs:
     def __init__(self, records: Sequence[Record]) -> None:
         self.gpus: dict[tuple[_Place, str], set[str]] = {}
         for record in records:
-            self.gpus.setdefault((_place(record), run_name(record)), set()).add(_hardware(record))
+            self.gpus.setdefault((_place(record), run_name(record)), set()).add(hardware_of(record))
         self.found: dict[tuple[_Place, str, str], list[str]] = {}
         for record in records:
             constants = self.found.setdefault(self._key(record), [])
@@ -84,7 +85,7 @@ class _Runs:
         return _place(record), text(record, "arm"), self._name(record)
 
     def _name(self, record: Record) -> str:
-        gpu = _hardware(record) if len(self.gpus[_place(record), run_name(record)]) > 1 else ""
+        gpu = hardware_of(record) if len(self.gpus[_place(record), run_name(record)]) > 1 else ""
         return ", ".join(part for part in (run_name(record), gpu) if part)
 
     def of(self, record: Record) -> str:
@@ -99,7 +100,7 @@ class _Runs:
 
     def constants(self, records: Sequence[Record]) -> str:
         """The constants of every simulated ladder in a sentence."""
-        told = grouped(records, lambda r: (constants_of(r), watermark_of(r), _hardware(r)))
+        told = grouped(records, lambda r: (constants_of(r), watermark_of(r), hardware_of(r)))
         several = len({gpu for _, _, gpu in told}) > 1
         parts = [
             f"{' / '.join(dict.fromkeys(map(self.label, rows)))}{f' ({gpu})' if several else ''}: {constants}"
@@ -168,14 +169,9 @@ def _unique(records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     """The last record of each place, kind and seed."""
     return [
         record
-        for group in grouped(records, lambda r: (r.what, r.seed, _hardware(r))).values()
+        for group in grouped(records, lambda r: (r.what, r.seed, hardware_of(r))).values()
         for record in latest(group, *keys)
     ]
-
-
-def _hardware(record: Record) -> str:
-    """What was measured, or simulated (wherever that was computed)."""
-    return text(record, "gpu") if record.what.startswith("simulate.") else record.hardware
 
 
 def _place(record: Record) -> _Place:
@@ -185,7 +181,7 @@ def _place(record: Record) -> _Place:
     return _Place(
         simulated,
         record.model or "",
-        "" if simulated and pool_bytes is not None else _hardware(record),
+        "" if simulated and pool_bytes is not None else hardware_of(record),
         pool_bytes,
         text(record, "workload"),
         ignores_eos(record),
@@ -200,7 +196,7 @@ def _by_place(records: Sequence[Record]) -> dict[_Place, list[Record]]:
     alike = _servers(groups)
     found = {}
     for place in sorted(groups, key=lambda place: place.simulated):
-        hardware = " and ".join(dict.fromkeys(map(_hardware, groups[place])))
+        hardware = " and ".join(dict.fromkeys(map(hardware_of, groups[place])))
         server = _differing(place.options, alike[replace(place, options=())])
         found[replace(place, hardware=hardware, server=server)] = groups[place]
     return found
