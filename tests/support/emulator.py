@@ -186,20 +186,9 @@ class EmulatedKernels:
         exact: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Expand a cell's history: see ``loopkv.kernels.prefill.Expansion``."""
-        args = ExpandArgs(
-            geometry=self.geometry,
-            cell=self.cells[cell],
-            cache=self._view(self.case.pool, self.case.seq_lens),
-            tasks=tasks.data_ptr(),
-            info=info.data_ptr(),
-            k_new=k.data_ptr(),
-            v_new=v.data_ptr(),
-            coded_k=coded[0].data_ptr(),
-            coded_v=coded[1].data_ptr(),
-            exact_k=exact[0].data_ptr(),
-            exact_v=exact[1].data_ptr(),
-            kv_stride=k.stride(0),
-            task_count=len(tasks),
+        view = self._view(self.case.pool, self.case.seq_lens)
+        args = ExpandArgs.of(
+            self.geometry, self.cells[cell], view, k, v, tasks=tasks, info=info, coded=coded, exact=exact
         )
         assert self.library.loopkv_expand(ctypes.byref(args), None) == 0
 

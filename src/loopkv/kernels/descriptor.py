@@ -164,6 +164,37 @@ class ExpandArgs(ctypes.Structure):
         ("task_count", ctypes.c_int32),
     )
 
+    @classmethod
+    def of(
+        cls,
+        geometry: CacheGeometry,
+        cell: CellDescriptor,
+        cache: CacheView,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        tasks: torch.Tensor,
+        info: torch.Tensor,
+        coded: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+    ) -> ExpandArgs:
+        """Of tensors, which must outlive the launch: see ``prefill.Expansion``."""
+        return cls(
+            geometry=geometry,
+            cell=cell,
+            cache=cache,
+            tasks=tasks.data_ptr(),
+            info=info.data_ptr(),
+            k_new=k.data_ptr(),
+            v_new=v.data_ptr(),
+            coded_k=coded[0].data_ptr(),
+            coded_v=coded[1].data_ptr(),
+            exact_k=exact[0].data_ptr(),
+            exact_v=exact[1].data_ptr(),
+            kv_stride=k.stride(0),
+            task_count=len(tasks),
+        )
+
 
 class CodeArgs(ctypes.Structure):
     """Arguments of the codec kernel."""

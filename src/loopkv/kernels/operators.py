@@ -245,21 +245,8 @@ class CudaOperators:
         exact: tuple[Tensor, Tensor],
     ) -> None:
         """Expand a cell's history: see ``prefill.Expansion``, and ``expand_kernel`` for the tasks."""
-        args = ExpandArgs(
-            geometry=self._geometry,
-            cell=cell,
-            cache=self._view(step),
-            tasks=tasks.data_ptr(),
-            info=info.data_ptr(),
-            k_new=k.data_ptr(),
-            v_new=v.data_ptr(),
-            coded_k=coded[0].data_ptr(),
-            coded_v=coded[1].data_ptr(),
-            exact_k=exact[0].data_ptr(),
-            exact_v=exact[1].data_ptr(),
-            kv_stride=k.stride(0),
-            task_count=len(tasks),
-        )
+        view = self._view(step)
+        args = ExpandArgs.of(self._geometry, cell, view, k, v, tasks=tasks, info=info, coded=coded, exact=exact)
         self.library.expand(args, stream=torch.cuda.current_stream(self.device).cuda_stream)
 
     def _store(self, cell: int, k: Tensor, v: Tensor, step: StepView, max_queries: int, stream: int) -> None:

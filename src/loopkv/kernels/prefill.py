@@ -312,8 +312,8 @@ class Prefill:
         for cell in {cell.bits: cell for cell in self._cells}.values():
             self._write_history(cell, k, v, step, group)
         lse = torch.zeros(self.heads * self.group, 1, dtype=torch.float32, device=self.device)
-        self._write_out(q, q, group, k, v, lse, lse)
-        self._write_near(q, q, group, k, v, lse)
+        for join in (self._join, self._join_near):
+            self._launch_join(join, q, q, group, k, v, lse, lse)
         self._add_coded(q, group, lse, lse)
 
     # -- launches ------------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class Prefill:
                 window_lse = over_window()
             self._expand_tasks(cell, k, v, step, group, group.expand_tasks[: group.history_tasks])
             with self.branch.beside():  # reads what was just expanded
-                self._write_near(q, out, group, exact_k, exact_v, window_lse)
+                self._launch_join(self._join_near, q, out, group, exact_k, exact_v, window_lse, window_lse)
         else:
             self._write_history(cell, k, v, step, group)
         coded_lse: Tensor | None = None
@@ -388,7 +388,8 @@ class Prefill:
             assert coded_lse is not None
             self._add_coded(out, group, coded_lse, window_lse)
         elif len(group.join_tasks):
-            self._write_out(q, out, group, exact_k, exact_v, window_lse if coded_lse is None else coded_lse, window_lse)
+            coded_lse = window_lse if coded_lse is None else coded_lse
+            self._launch_join(self._join, q, out, group, exact_k, exact_v, coded_lse, window_lse)
 
     def _write_history(self, cell: CellDescriptor, k: Tensor, v: Tensor, step: StepView, group: Group) -> None:
         """Scratch of the group, and its pages that leave the window inside their own chunk."""
@@ -436,25 +437,6 @@ class Prefill:
             *places,
         )
 
-    def _write_out(
-        self,
-        q: Tensor,
-        out: Tensor,
-        group: Group,
-        exact_k: Tensor,
-        exact_v: Tensor,
-        coded_lse: Tensor,
-        window_lse: Tensor,
-    ) -> None:
-        """Join the parts; ``out`` holds the window's."""
-        self._launch_join(self._join, q, out, group, exact_k, exact_v, coded_lse, window_lse)
-
-    def _write_near(
-        self, q: Tensor, out: Tensor, group: Group, exact_k: Tensor, exact_v: Tensor, window_lse: Tensor
-    ) -> None:
-        """Join the window's part in ``out`` and the page in between, in the scratch; ``window_lse`` is updated."""
-        self._launch_join(self._join_near, q, out, group, exact_k, exact_v, window_lse, window_lse)
-
     def _launch_join(
         self,
         launch: Launcher,
@@ -466,6 +448,8 @@ class Prefill:
         coded_lse: Tensor,
         window_lse: Tensor,
     ) -> None:
+        """``_join``: all parts, ``out`` holds the window's. ``_join_near``: the window's, in ``out``, and the page in
+        between, both in the scratch; ``window_lse`` is updated and ``coded_lse`` not read."""
         scratch = self.scratch
         launch(
             (self.heads * self.group, len(group.join_tasks), 1),
