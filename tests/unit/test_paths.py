@@ -72,6 +72,11 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, kind):
     assert str(caught.value).startswith("cannot write") and "\n" not in str(caught.value)
 
 
+def test_nothing_is_appended_to_an_archive(tmp_path):
+    with pytest.raises(LoopKVError, match="a compressed file, wanted plain text"):
+        check_output_file(tmp_path / "r.jsonl.xz")
+
+
 @pytest.mark.parametrize("kind", ["directory", "pipe", "device", "socket", "null byte", "link in a circle"])
 def test_what_cannot_be_read_is_one_sentence(tmp_path, kind):
     with pytest.raises(PlanFormatError, match="plan "):

@@ -1,6 +1,7 @@
 """Records survive a file, a torn last line, and say how they were made."""
 
 import json
+import lzma
 import math
 import os
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import loopkv
+from loopkv import records as records_module
 from loopkv.errors import LoopKVError
 from loopkv.records import Record, _checkout_commit, append_records, make_record, read_records
 
@@ -63,6 +65,32 @@ def test_a_torn_last_line_is_passed_over_but_a_broken_line_is_not(tmp_path):
         file.write("\n")
     with pytest.raises(LoopKVError, match="line 2"):
         list(read_records([path]))
+
+
+def test_an_archive_is_read_like_the_file_it_was(tmp_path):
+    record = make_record("x", 1.0, "s", samples=(1.0, 0.5))
+    packed = tmp_path / "r.jsonl.xz"
+    packed.write_bytes(lzma.compress(2 * record.to_line().encode()))
+    assert list(read_records([packed])) == [record, record]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"what": "x"}\n', lzma.compress(b"{}" * 100)[:-20]])
+def test_what_is_no_whole_archive_is_one_sentence(tmp_path, content):
+    path = tmp_path / "r.jsonl.xz"
+    path.write_bytes(content)
+    with pytest.raises(LoopKVError, match=r"r\.jsonl\.xz") as raised:
+        list(read_records([path]))
+    assert raised.value.wanted == "a whole xz file"
+
+
+def test_an_archive_may_not_unpack_without_end(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl.xz"
+    path.write_bytes(lzma.compress(b"\n" * 1001))
+    monkeypatch.setattr(records_module, "MAX_UNPACKED_BYTES", 1000)
+    with pytest.raises(LoopKVError, match="more than 1000 bytes unpacked"):
+        list(read_records([path]))
+    monkeypatch.setattr(records_module, "MAX_UNPACKED_BYTES", 1001)
+    assert list(read_records([path])) == []
 
 
 def test_a_missing_file_is_one_sentence(tmp_path):

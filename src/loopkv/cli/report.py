@@ -15,7 +15,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def report(
-        results: Annotated[list[Path], typer.Argument(help="Record files (JSON lines), e.g. results/*.jsonl.")],
+        results: Annotated[
+            list[Path], typer.Argument(help="Record files (JSON lines), e.g. results/*.jsonl; .xz is read, too.")
+        ],
         output: Annotated[
             Path, typer.Option("--output", "-o", callback=check_output_file, help="Page to write.")
         ] = Path("report.html"),
