@@ -141,6 +141,14 @@ def quiet(line: str) -> None:
     pass
 
 
+def test_one_bound_changes_at_a_time(tmp_path: Path) -> None:
+    """The k that the other TTFT bounds go with: that of a bisection, 3, or the first."""
+    base = settings(tmp_path)
+    for ks, find, main in (((2.0, 3.0, 5.0), None, 3.0), ((2.0, 5.0), None, 2.0), ((2.0, 3.0, 5.0), 5.0, 5.0)):
+        changed = dataclasses.replace(base, ks=ks, find_k=find, ttfts_s=(10.0, 5.0, 10.0))
+        assert changed.bounds == (*((k, 10.0) for k in ks), (main, 5.0))
+
+
 def test_ladder_calibration_and_scores(bench: Bench, tmp_path: Path) -> None:
     result = run_slo(settings(tmp_path), quiet)
     by_kind: dict[str, list[Any]] = {}
@@ -155,8 +163,10 @@ def test_ladder_calibration_and_scores(bench: Bench, tmp_path: Path) -> None:
     assert len(bench.started) == 2 and "--additional-config" not in bench.started[0] and "kivi4" in bench.started[1]
     assert {r.value for r in by_kind["slo.capacity"]} == {1.0}
     assert {r.value for r in by_kind["slo.capacity_ratio"]} == {1.0}
-    # 3 rungs x 2 arms x 2 rules x 3 k x 3 TTFT; 11 requests, of which 9 arrive in the middle 80%
-    assert len(by_kind["slo.attainment"]) == 3 * 2 * 2 * 3 * 3
+    # 3 rungs x 2 arms x 2 rules x (3 k at 10 s, 2 other TTFT at 3 tau0); 11 requests, 9 arrive in the middle 80%
+    assert len(by_kind["slo.attainment"]) == 3 * 2 * 2 * (3 + 2)
+    scored = {(r.settings["k"], r.settings["ttft_s"]) for r in by_kind["slo.attainment"]}
+    assert scored == {(2.0, 10.0), (3.0, 10.0), (5.0, 10.0), (3.0, 5.0), (3.0, 20.0)}
     assert {r.settings["scored"] for r in by_kind["slo.attainment"]} == {9}
     assert {r.settings["preemptions"] for r in by_kind["slo.cell"]} == {7}
     assert result.measured_cells == 6 and result.cells_left == 0
@@ -545,7 +555,7 @@ def test_only_scores_that_are_derived_again_are_replaced(bench: Bench, tmp_path:
     assert scores().items() > first.items() and len(scores()) == 3
     run_slo(settings(tmp_path, ("stock",)), quiet)
     run_slo(settings(tmp_path, ("kivi2",), rates_per_s=(0.5,)), quiet)
-    assert {label: len(values) for label, values in scores().items()} == dict.fromkeys(scores(), 18)
+    assert {label: len(values) for label, values in scores().items()} == dict.fromkeys(scores(), 2 * 5)
     assert len(scores()) == 4
 
 
@@ -564,7 +574,7 @@ def test_an_interrupted_run_is_scored(bench: Bench, tmp_path: Path, end: type[Ba
     with pytest.raises(end):
         run_slo(settings(tmp_path, ("stock", "kivi4")), said.append, came_to.append)
     found = [r for r in read_records([tmp_path / "slo.jsonl"]) if r.what == "slo.capacity"]
-    assert {(r.value, r.settings["bound"]) for r in found} == {(1.0, "at_least")} and len(found) == 18
+    assert {(r.value, r.settings["bound"]) for r in found} == {(1.0, "at_least")} and len(found) == 2 * 5
     assert "keeps 2 cells" in said[-1] and bench.running_now == 0
     (result,) = came_to
     assert [r.value for r in result.scores if r.what == "slo.capacity"] == [r.value for r in found]

@@ -68,6 +68,8 @@ MAX_NUMBER = 1e12
 STOCK_LABEL = "stock"
 FEW_SCORED = 20
 """The fewest scored requests of which 95% are fewer than all."""
+MAIN_K = 3.0
+"""The TPOT bound, in tau0, of the paper's objective: the other TTFT bounds are scored with it."""
 SCORE_KINDS = ("slo.attainment", "slo.capacity", "slo.capacity_ratio")
 Say = Callable[[str], None]
 
@@ -87,7 +89,7 @@ class SloSettings:
         output: Records file.
         work: folder for logs and scratch files.
         arm_rates: rungs of single arms by label.
-        ks, ttfts_s: bounds to score: TPOT in tau0, TTFT in seconds.
+        ks, ttfts_s: bounds to score: TPOT in tau0, TTFT in seconds; which of them go together, ``bounds`` says.
         tau0_ms: given instead of measured.
         server_arguments: further arguments of ``vllm serve``, the same for every arm.
         environment: variables of server and client.
@@ -158,6 +160,16 @@ class SloSettings:
     def rates_of(self, arm: EngineArm) -> tuple[float, ...]:
         """Rungs of one arm, slowest first."""
         return tuple(sorted(set(self.arm_rates.get(arm.label, self.rates_per_s))))
+
+    @property
+    def bounds(self) -> tuple[tuple[float, float], ...]:
+        """Pairs of k and TTFT in seconds that are scored: one bound changes at a time.
+
+        Every k under the first TTFT; the other TTFTs at the k of the bisection, or ``MAIN_K``, or else the first k.
+        """
+        main = self.find_k if self.find_k is not None else MAIN_K if MAIN_K in self.ks else self.ks[0]
+        first, *others = self.ttfts_s
+        return tuple(dict.fromkeys([*((k, first) for k in self.ks), *((main, ttft) for ttft in others)]))
 
     @property
     def rescoring(self) -> bool:
@@ -536,10 +548,6 @@ class _Run:
         self.server_start_s = max(self.server_start_s, end - began)
         return url
 
-    def loosest(self) -> list[Bounds]:
-        """The widest bounds that are scored, under each tau0."""
-        return [Bounds(max(self.settings.ttfts_s), max(self.settings.ks), ms / 1e3) for ms in self.tau0.values()]
-
     def missing(self, arm: EngineArm) -> list[_Cell]:
         """Cells of one arm still to be measured, slowest rate of each seed first; of a bisection only the next."""
         if self.settings.find_k is not None and self.tau0:
@@ -633,7 +641,7 @@ class _Run:
 
     def lowest_failing(self, arm: EngineArm, seed: int) -> float:
         """The lowest measured rate that fails every bound, above which no rung can change a capacity; else infinite."""
-        bounds = self.loosest()
+        bounds = [Bounds(ttft, k, ms / 1e3) for ms in self.tau0.values() for k, ttft in self.settings.bounds]
         if self.settings.climb_past_failure or not bounds:
             return math.inf
         failing = (
@@ -752,8 +760,8 @@ class _Run:
     def scores(self) -> tuple[Record, ...]:
         """Attainment of every rung, capacities, and ratios of every arm to each arm before it."""
         records: list[Record] = []
-        for (rule, tau0_ms), k, ttft, seed in itertools.product(
-            self.tau0.items(), self.settings.ks, self.settings.ttfts_s, self.settings.seeds
+        for (rule, tau0_ms), (k, ttft), seed in itertools.product(
+            self.tau0.items(), self.settings.bounds, self.settings.seeds
         ):
             bounds = Bounds(ttft, k, tau0_ms / 1e3)
             place = {

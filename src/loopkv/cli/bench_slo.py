@@ -46,7 +46,12 @@ def slo_command(
     layers: Annotated[int | None, typer.Option(help="Layers of the dummy model, instead of the geometry's.")] = None,
     seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Seeds of the arrivals.")] = "101,102,103",
     k: Annotated[str, typer.Option(metavar="K,K,...", help="TPOT bounds in tau0.")] = "2,3,5",
-    ttft: Annotated[str, typer.Option(metavar="S,S,...", help="TTFT bounds in seconds.")] = "10,5,20",
+    ttft: Annotated[
+        str,
+        typer.Option(
+            metavar="S,S,...", help="TTFT bounds in seconds; the first at every k, others at 3 tau0 or --find."
+        ),
+    ] = "10,5,20",
     tau0: Annotated[float | None, typer.Option(metavar="MS", help="tau0, instead of measuring stock vLLM.")] = None,
     pool: Annotated[
         float | None, typer.Option(metavar="GIB", help="KV pool of every arm (--kv-cache-memory-bytes).")
