@@ -165,7 +165,7 @@ def test_a_gpu_of_ones_own_is_called_custom_and_names_only_what_it_has_of_anothe
             "memory given; bandwidth and t_fix of the L40S (not fitted: 0.864 TB/s (datasheet)",
         ),
         (("--memory", 60, "--bandwidth", 3, "--t-fix", 5), "custom", "memory, bandwidth, t_fix given; prefill"),
-        (("--gpu", "nvidia h200", "--watermark", 0.06), "H200", "two measured steps"),
+        (("--gpu", "nvidia h200", "--watermark", 0.06), "H200", "fitted to decode steps of stock vLLM"),
     ):
         records.unlink(missing_ok=True)
         told = " ".join(run(*base, *arguments).split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,10 @@ from loopkv.capacity import (
 from loopkv.errors import LoopKVError, PlanMismatchError, UnsupportedError
 from loopkv.layout import lay_out
 from loopkv.planner import named_plan
+from loopkv.records import of_one_commit, read_records
+from loopkv.step_time import StepRow, StepTimeModel
 
+ROOT = Path(__file__).resolve().parents[2]
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 OURO = KNOWN_MODELS["ouro-1.4b"]
 MODEL = Fingerprint(name="Ouro-1.4B", geometry=OURO.geometry)
@@ -107,6 +111,25 @@ def test_the_papers_served_peaks(context: int, plan: str, batch: int, tokens_per
     arm = found.arms[-1]
     assert arm.requests == batch
     assert arm.tokens_per_s == pytest.approx(tokens_per_s, rel=0.07)  # 0.936 to 0.966 of the measured
+
+
+def test_the_h200_is_the_one_of_the_records() -> None:
+    """Its constants are a fit of stock vLLM's rows: as good as a fit made now, and right where one request is alone."""
+    records = [
+        r
+        for r in read_records([ROOT / "results" / "decode.jsonl"])
+        if r.what == "decode.step_ms" and r.settings["arm"] == "bf16"
+    ]
+    kept, _ = of_one_commit(records)
+    assert {r.hardware for r in kept} == {"NVIDIA H200"}
+    rows = [StepRow(float(r.value or 0) / 1e3, r.settings["batch"], r.settings["read_bytes_per_request"]) for r in kept]
+    gpu, weight_bytes = get_gpu("H200"), float(OURO.step_parameters * 2)
+    listed = StepTimeModel(gpu.t_fix_s, weight_bytes, gpu.bandwidth_bytes_s)
+    assert listed.error(rows).mean_absolute < StepTimeModel.fit(rows, weight_bytes).error(rows).mean_absolute + 0.02
+    alone = next(
+        row for r, row in zip(kept, rows, strict=True) if (r.settings["context_tokens"], row.batch) == (8192, 1)
+    )
+    assert predict_capacity([], OURO, gpu, 8192).arms[0].single_step_s == pytest.approx(alone.step_s, rel=0.05)
 
 
 def test_t_fix_scales_with_the_cells() -> None:

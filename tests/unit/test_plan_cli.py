@@ -305,7 +305,7 @@ def test_capacity_of_a_name(cli: Cli) -> None:
         "BF16 (stock)",
         "KIVI-4 + V",
         "kivi4-share3 + V",
-        "two measured",
+        "fitted to decode steps of stock vLLM 0.26",
     ):
         assert part in result.flat
 

@@ -60,15 +60,14 @@ def _assumed(name: str, memory_gib: float, peak_tb_s: float) -> Gpu:
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        # Through two steps of stock vLLM 0.26 (BF16, Ouro-1.4B geometry, 8K) on one H200: 10.4 ms at batch 1 (16.5 GB)
-        # and 32.5 ms at batch 16 (113.1 GB): BW = 96.6 GB / 22.1 ms, t_fix = 10.4 ms - 16.5 GB / BW. Memory: CUDA's.
-        # Datasheet: 4.8 TB/s.
+        # Stock vLLM's rows (BF16, Ouro-1.4B, 8K to 32K) of results/decode.jsonl, as `loopkv simulate --fit` fits them
+        # (docs/benchmarks.md, Prediction). Memory: CUDA's. Datasheet: 4.8 TB/s.
         Gpu(
             "H200",
             round(139.8 * GIB),
-            4.37e12,
-            6.6e-3,
-            "two measured steps of stock vLLM 0.26, BF16, Ouro-1.4B, 8K",
+            3.94e12,
+            4.32e-3,
+            "fitted to decode steps of stock vLLM 0.26, BF16, Ouro-1.4B (results/decode.jsonl)",
             4.8e12,
         ),
         # Memory: 96 GB (datasheet), of which CUDA reports 95.0 GiB. Datasheet: 1.792 TB/s.
