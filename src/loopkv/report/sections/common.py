@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from loopkv.record_kinds import ignores_eos
 from loopkv.records import Record
 from loopkv.report.plots import short_number
-from loopkv.report.sections.simulated import constants_of, watermark_of
 
 _Key = TypeVar("_Key")
 MAX_COMMANDS = 3
 LONGEST_ID = 120
+_FITS = re.compile(r"; (?=[^;]+: (?:decode\.step_ms|slo\.cell): )")
 BASELINE_ARMS = ("bf16", "stock", "bf16-stock", "BF16")
 
 _LADDER = (
@@ -73,6 +73,21 @@ def number(record: Record, key: str) -> float | None:
     """A setting as a number, None where it is absent or is not one."""
     value = record.settings.get(key)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def constants_of(record: Record) -> str:
+    """The constants behind a simulated arm: those that all arms of its run share, and its own fit where it has one.
+
+    A run's Records name the fits of all its arms (``LABEL: KIND: t_fix ...``); those of the others are left out.
+    """
+    shared, *fits = _FITS.split(str(record.settings.get("constants") or ""))
+    arm = str(record.settings.get("arm", ""))
+    return "; ".join([shared, *(fit for fit in fits if fit.startswith(f"{arm}: "))])
+
+
+def watermark_of(record: Record) -> float:
+    """Share of the pool that a simulation's admissions leave free; 0 where a Record names none."""
+    return number(record, "watermark") or 0.0
 
 
 def hardware_of(record: Record) -> str:

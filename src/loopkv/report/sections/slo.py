@@ -14,6 +14,7 @@ from loopkv.report.sections.common import (
     PLACES,
     arms_of,
     command,
+    constants_of,
     figures_of,
     grouped,
     hardware_of,
@@ -25,8 +26,9 @@ from loopkv.report.sections.common import (
     slug,
     tau0_ms_of,
     text,
+    watermark_of,
 )
-from loopkv.report.sections.simulated import constants_of, run_name, watermark_of
+from loopkv.report.sections.simulated import run_name
 
 ATTAINMENT_RULE = 0.95
 RATE_DIGITS = 3
