@@ -16,10 +16,12 @@ import torch
 from support.emulator import EmulatedKernels
 
 from loopkv.bench.kernel_reference import plain_bf16, reference_decode, relative_error
+from loopkv.codec.pages import page_struct
 from loopkv.engine.attention import KV, policy_attention
 from loopkv.kernels import prefill_plan
 from loopkv.kernels.cases import Case, CaseSpec, make_case
 from loopkv.kernels.descriptor import SeedMode
+from loopkv.options import INT2, INT4
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++) to build the emulation")
 
@@ -63,6 +65,54 @@ def test_grouped_queries_and_two_channel_blocks() -> None:
     kernels = EmulatedKernels(case)
     for cell in range(2):
         _check_decode(case, kernels, cell)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 256])
+def test_one_query_a_head_in_every_head_size(dim: int) -> None:
+    """Channel blocks of 128, 64 and 32, alone and after another; 7, 8 and 9 pages of one and two splits."""
+    case = make_case(CaseSpec((544, 580, 620), 2, 1, dim, ("int4", "int2"), 14.0, window_block_tokens=10))
+    kernels = EmulatedKernels(case)
+    for cell in range(2):
+        _check_decode(case, kernels, cell)
+        plain = kernels.decode(cell, precision=False)
+        assert torch.equal(kernels.decode(cell, tau=math.inf, precision=True), plain)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 20.0, 1000.0])
+def test_scores_of_any_size(factor: float) -> None:
+    """Scores that differ by nothing, or by hundreds from page to page: what was summed so far is brought to new units,
+    by factors that no float holds."""
+    case = make_case(CaseSpec((1100, 800), 1, 1, 128, ("int4", "int2"), 14.0))
+    case = dataclasses.replace(case, q=(case.q.float() * factor).to(case.spec.dtype))
+    kernels = EmulatedKernels(case)
+    for cell in range(2):
+        for row in range(2):
+            full = reference_decode(case, cell, row, precision=False).o
+            usual = relative_error(plain_bf16(case, cell, row), full)
+            for precision in {False, case.layout.has_precision(cell)}:
+                wanted = reference_decode(case, cell, row, precision=precision).o
+                error = relative_error(kernels.decode(cell, precision=precision)[row].float(), wanted)
+                assert error <= 2 * usual, (cell, row, precision)
+
+
+@pytest.mark.parametrize("plane", ["v_scales", "k_scales"])
+def test_pages_of_equal_tokens_or_channels(plane: str) -> None:
+    """Scales of zero, in all pages but the last, and the other way round: weights of zero have no largest one."""
+    case = make_case(CaseSpec((900,), 1, 1, 128, ("int4", "int2"), 14.0))
+    kernels = EmulatedKernels(case)
+    clean = case.pool.clone()
+    for cell, option in enumerate((INT4, INT2)):
+        struct = page_struct(option, 1, 128, case.layout.policy)
+        zeros = getattr(struct, plane)
+        first = case.layout.cells[cell].history_offset + zeros.offset
+        for zeroed in (slice(0, 17), slice(17, 18)):
+            case.pool.copy_(clean)
+            for page in range(*zeroed.indices(18)):
+                place = page + case.layout.policy.sink_tokens // 32
+                block = int(case.history_table[0, place // case.layout.pages_per_block])
+                case.history_view()[block, place % case.layout.pages_per_block, first : first + zeros.nbytes] = 0
+            wanted = reference_decode(case, cell, 0, precision=False).o
+            assert relative_error(kernels.decode(cell, precision=False)[0].float(), wanted) < 6e-3
 
 
 def test_the_same_bits_from_any_grid_seed_or_batch() -> None:

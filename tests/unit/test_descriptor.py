@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import loopkv.kernels
+from loopkv.errors import UnsupportedError
 from loopkv.kernels import descriptor
-from loopkv.kernels.descriptor import CHUNK_TOKENS, STRUCTS, ExactType, SeedMode
+from loopkv.kernels.descriptor import CHUNK_TOKENS, MAX_SPLIT_PAGES, STRUCTS, ExactType, SeedMode, check_row
+from loopkv.policy import DEFAULT_POLICY, MAX_SPLITS
 
 _CSRC = Path(loopkv.kernels.__file__).parent / "csrc"
 _HEADER = (_CSRC / "descriptor.h").read_text()
@@ -56,7 +58,7 @@ def test_enums_equal_the_header(enum: type[SeedMode] | type[ExactType], prefix: 
     [
         ("row.cuh", "kChunkTokens", CHUNK_TOKENS),
         ("page.cuh", "kPageTokens", 32),
-        ("attend.cuh", "32 \\* kMergeRounds", descriptor.MAX_PARTS),
+        ("merge.cuh", "32 \\* kMergeRounds", descriptor.MAX_PARTS),
     ],
 )
 def test_constants_equal_the_sources(file: str, constant: str, value: int) -> None:
@@ -67,3 +69,11 @@ def test_constants_equal_the_sources(file: str, constant: str, value: int) -> No
     else:
         found = re.search(rf"constexpr int {constant} = (\d+);", text)
         assert found is not None and int(found[1]) == value
+
+
+def test_rows_whose_splits_would_overflow_integer_sums_are_refused() -> None:
+    """A token adds at most a digit of a weight (255) times a code in the upper half of a byte (240) to a 32-bit sum."""
+    assert 255 * 240 * MAX_SPLIT_PAGES * DEFAULT_POLICY.page_tokens < 2**31
+    check_row(MAX_SPLITS * MAX_SPLIT_PAGES, DEFAULT_POLICY)
+    with pytest.raises(UnsupportedError, match=r"<= 1048576.*--max-model-len"):
+        check_row(MAX_SPLITS * MAX_SPLIT_PAGES + 1, DEFAULT_POLICY)

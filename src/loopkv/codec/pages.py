@@ -6,7 +6,8 @@ lies head by head, so that the reader of one head gets everything it always need
     page = [head][ k_codes | k_scales | k_zeros | v_scales | v_zeros | v_codes | v_low ]
 
 The order inside a plane is what a tensor-core reader wants: the codes of a 16 x 16 tile come out of 32-bit words by one
-AND per pair (``kernels/csrc/fragments.cuh`` says how). With channel blocks of 128, 64 and 32 channels (``_blocks``)::
+AND for two or for four of them (``halves.cuh`` and ``integers.cuh`` in ``kernels/csrc`` say how; ``page.cuh`` has the
+offsets). With channel blocks of 128, 64 and 32 channels (``_blocks``)::
 
     k_codes   [block][token][channel]       channels permuted in units of 8 (4 bits) or 16 (2 bits): the even ones,
                                             then the odd ones, so that the halves of a word hold neighbours

@@ -34,7 +34,7 @@ PREBUILT = _HERE / "prebuilt"
 _UNITS = ("attend.cu",)
 _KIB = 1024
 _TABLE_BYTES = 14 * _KIB  # row tables and barriers beside the page buffers
-_NOTES_BYTES = 640  # of a warp (csrc/attend.cuh)
+_NOTES_BYTES = 640  # of a warp (csrc/notes.cuh)
 _MAX_WARPS = 12  # 168 registers a thread
 _MAX_WARPS_INT2 = 12  # 16 warps of 128 registers each: slower on an H200
 _MAX_WARPS_PRECISION = 12  # 15: slower too
@@ -121,9 +121,8 @@ class Build:
 
     @property
     def queries_bytes(self) -> int:
-        """Scaled queries of a warp in shared memory (csrc/page.cuh: CodedQueries)."""
-        stride = 48 if self.head_dim == 96 else self.head_dim // 2 + 16
-        return -(-4 * stride // 128) * 128 if self.queries == 1 else 0
+        """Digits of a warp in shared memory (csrc/integers.cuh: IntegerShared)."""
+        return -(-6 * self.head_dim // 128) * 128 if self.queries == 1 else 0
 
     def _warps(self, ring_bytes: int, most: int = _MAX_WARPS) -> int:
         if self.head_dim > 128 or self.queries > 8:

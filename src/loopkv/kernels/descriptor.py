@@ -17,6 +17,7 @@ from loopkv.policy import MAX_SPLITS, MIN_SPLIT_PAGES, Policy
 
 CHUNK_TOKENS = 64  # exact tokens of one task of the decode kernel
 MIXED_COLUMNS = 16  # queries of a tile of a mixed step, times query heads per kv head
+MAX_SPLIT_PAGES = 1024  # of a split whose sums of codes times weights are 32-bit integers (csrc/integers.cuh)
 MAX_PARTS = 128  # partial results that one merge takes
 MIXED_SPLITS = 8  # of a tile of a mixed step: its many tiles fill a GPU
 EXACT_BITS = 16  # `bits` of a history kept in the engine's dtype
@@ -286,6 +287,25 @@ def cell_descriptors(layout: Layout) -> tuple[CellDescriptor, ...]:
             )
         )
     return tuple(descriptors)
+
+
+def check_row(pages: int, policy: Policy) -> None:
+    """Refuse tables for rows that the decode kernel's integer sums are too narrow for.
+
+    Args:
+        pages: most history pages of a row that the table has room for.
+
+    Raises:
+        UnsupportedError: a split could have more than ``MAX_SPLIT_PAGES`` pages.
+    """
+    most = MAX_SPLITS * MAX_SPLIT_PAGES
+    if pages > most:
+        raise UnsupportedError(
+            "tokens of a row",
+            got=f"room for {pages * policy.page_tokens}",
+            wanted=f"<= {most * policy.page_tokens}",
+            hint="lower --max-model-len",
+        )
 
 
 def max_parts(policy: Policy, tile_queries: int = 1, splits: int = MAX_SPLITS) -> int:

@@ -30,6 +30,7 @@ from loopkv.kernels.descriptor import (
     SeedMode,
     cache_geometry,
     cell_descriptors,
+    check_row,
     check_served,
     max_parts,
 )
@@ -162,7 +163,7 @@ class CudaOperators:
             cells: consecutive ones, if not all.
             more: the pages are counted by another launch, for other cells.
         """
-        self._check_rows(step)
+        self._check_size(step)
         first, end, _ = (cells or slice(None)).indices(len(self._cells))
         counters = self.more_counters if more else self.code_counters
         self._code(step, first, end - first, None, None, counters)
@@ -191,7 +192,7 @@ class CudaOperators:
             precision: False reads both value planes whatever the plan says.
             tau: replaces the layout's threshold (tests).
         """
-        self._check_rows(step)
+        self._check_size(step)
         for x in (q, k, v, out):
             assert x.stride(2) == 1 and x.stride(1) == x.shape[2], "heads of a token must lie together"
         assert k.stride(0) == v.stride(0)
@@ -214,7 +215,7 @@ class CudaOperators:
 
     def store(self, cell: int, k: Tensor, v: Tensor, step: StepView, *, max_queries: int) -> None:
         """The first half of ``attend`` in a mixed step: append, and code pages that hold tokens of the step itself."""
-        self._check_rows(step)
+        self._check_size(step)
         assert k.stride(0) == v.stride(0)
         self._store(cell, k, v, step, max_queries, torch.cuda.current_stream(self.device).cuda_stream)
 
@@ -261,9 +262,10 @@ class CudaOperators:
             args.first_tile, args.max_tiles = first, min(MIXED_TILES, most - first)
             self.library.attend_mixed(args, blocks=self.blocks, stream=stream)
 
-    def _check_rows(self, step: StepView) -> None:
+    def _check_size(self, step: StepView) -> None:
         if step.rows > self.max_rows:
             raise UnsupportedError("rows of a step", got=step.rows, wanted=f"<= {self.max_rows}")
+        check_row(step.history_table.shape[1] * self.layout.pages_per_block, self.layout.policy)
 
     def _view(self, step: StepView) -> CacheView:
         return CacheView(

@@ -158,6 +158,26 @@ inline void multiply(float (&c)[4], const uint32_t (&operands)[6], Value value) 
   }
 }
 
+template <typename B>
+inline void multiply_bytes(int (&c)[4], const uint32_t (&operands)[6]) {
+  uint64_t mine[6];
+  for (int i = 0; i < 6; ++i) mine[i] = operands[i];
+  const auto all = exchange(mine, 6);
+  const int r = thread % 32 / 4, t = thread % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int high = i >> 1, column = 2 * t + (i & 1);
+    for (int lane = 0; lane < 4; ++lane) {
+      for (int half = 0; half < 2; ++half) {  // columns 4 t' .. and 4 t' + 16 .. of A
+        const uint32_t a = static_cast<uint32_t>(all[4 * r + lane][high + 2 * half]);
+        const uint32_t b = static_cast<uint32_t>(all[4 * column + lane][4 + half]);
+        for (int shift = 0; shift < 32; shift += 8) {
+          c[i] += static_cast<int>(a >> shift & 0xff) * static_cast<B>(b >> shift & 0xff);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace emulation
 
 inline int lane_id() { return emulation::thread % 32; }
@@ -212,6 +232,18 @@ inline bool any_in_block(bool predicate) {
   sync_block();
   return b.votes[slot];
 }
+template <typename T>
+inline T warp_max(T x) {
+  uint64_t word = 0;
+  std::memcpy(&word, &x, sizeof(T));
+  const auto all = emulation::exchange(&word, 1);
+  for (int i = 0; i < 32; ++i) {
+    T other;
+    std::memcpy(&other, &all[i][0], sizeof(T));
+    x = other > x ? other : x;
+  }
+  return x;
+}
 inline int popcount(uint32_t bits) { return __builtin_popcount(bits); }
 inline uint32_t rotate_left(uint32_t x, int by) { return (by & 31) ? x << (by & 31) | x >> (32 - (by & 31)) : x; }
 
@@ -239,11 +271,24 @@ inline uint32_t permute_bytes(uint32_t a, uint32_t b) {
   return result;
 }
 
+inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return result;
+}
+
 inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   emulation::multiply(c, {a0, a1, a2, a3, b0, b1}, emulation::half_value);
 }
 inline void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   emulation::multiply(c, {a0, a1, a2, a3, b0, b1}, emulation::bfloat_value);
+}
+inline void mma_u8u8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  emulation::multiply_bytes<uint8_t>(c, {a0, a1, a2, a3, b0, b1});
+}
+inline void mma_u8s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  emulation::multiply_bytes<int8_t>(c, {a0, a1, a2, a3, b0, b1});
 }
 inline uint32_t transpose_8x8(uint32_t x) {
   const uint64_t word = x;
@@ -295,6 +340,7 @@ inline float divide_ieee(float a, float b) { return a / b; }
 inline float round_half_even(float x) { return std::nearbyint(x); }
 inline float min_float(float a, float b) { return std::fmin(a, b); }
 inline float max_float(float a, float b) { return std::fmax(a, b); }
+inline float abs_float(float x) { return std::fabs(x); }
 inline float fma_float(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline Vec4 load_streamed(const void* p) {

@@ -55,6 +55,8 @@ LKV_DEVICE T shfl_up(T value, int delta) {
 LKV_DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 LKV_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 LKV_DEVICE bool any_in_block(bool predicate) { return __syncthreads_or(predicate); }
+LKV_DEVICE uint32_t warp_max(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+LKV_DEVICE int warp_max(int x) { return __reduce_max_sync(0xffffffffu, x); }
 LKV_DEVICE int popcount(uint32_t bits) { return __popc(bits); }
 LKV_DEVICE uint32_t rotate_left(uint32_t x, int by) { return __funnelshift_l(x, x, by); }
 
@@ -79,6 +81,7 @@ template <uint32_t SELECTOR>
 LKV_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b) {
   return __byte_perm(a, b, SELECTOR);
 }
+LKV_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 
 // c[16 x 8] += a[16 x 16] b[16 x 8], fp32 sums; subnormal halves count in full.
 LKV_DEVICE void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -89,6 +92,17 @@ LKV_DEVICE void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, ui
 LKV_DEVICE void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// c[16 x 8] += a[16 x 32] b[32 x 8] in integers: a's bytes unsigned, b's unsigned or signed.
+LKV_DEVICE void mma_u8u8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+LKV_DEVICE void mma_u8s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // Transpose of an 8 x 8 matrix of 16-bit values; lane 4 i + j holds row i, columns 2 j and 2 j + 1.
@@ -157,6 +171,7 @@ LKV_DEVICE float divide_ieee(float a, float b) { return __fdiv_rn(a, b); }
 LKV_DEVICE float round_half_even(float x) { return rintf(x); }
 LKV_DEVICE float min_float(float a, float b) { return fminf(a, b); }
 LKV_DEVICE float max_float(float a, float b) { return fmaxf(a, b); }
+LKV_DEVICE float abs_float(float x) { return fabsf(x); }
 LKV_DEVICE float fma_float(float a, float b, float c) { return fmaf(a, b, c); }
 
 // Global memory. Streamed data is read once: no place in L1.
@@ -263,11 +278,8 @@ LKV_DEVICE void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-LKV_DEVICE uint64_t stream_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
+// What createpolicy.fractional.L2::evict_first makes for all of the data; a constant takes no instructions.
+LKV_DEVICE uint64_t stream_policy() { return 0x12f0000000000000u; }
 LKV_DEVICE void bulk_copy(void* to_shared, const void* from_global, uint32_t bytes, uint64_t* barrier,
                           uint64_t policy) {
   const uint32_t bar = shared_address(barrier);
