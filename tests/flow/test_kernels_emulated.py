@@ -95,6 +95,14 @@ def test_scores_of_any_size(factor: float) -> None:
                 assert error <= 2 * usual, (cell, row, precision)
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_a_query_of_zeros_finds_every_token_as_good_as_the_best(dim: int) -> None:
+    """All scores are exactly 0, so nothing is cold even at a threshold of 0 bits."""
+    case = make_case(CaseSpec((700,), 1, 1, dim, ("int4", "int4"), 0.0))
+    case = dataclasses.replace(case, q=torch.zeros_like(case.q))
+    _check_decode(case, EmulatedKernels(case), 0)
+
+
 @pytest.mark.parametrize("plane", ["v_scales", "k_scales"])
 def test_pages_of_equal_tokens_or_channels(plane: str) -> None:
     """Scales of zero, in all pages but the last, and the other way round: weights of zero have no largest one."""

@@ -23,6 +23,7 @@ from loopkv.report.figure import to_svg, write_png
 from loopkv.report.from_records import DRAWN_KINDS, FOLDED_KINDS, problem, records_page
 from loopkv.report.page import Page, Table, render_page
 from loopkv.report.sections.common import command, report_command
+from loopkv.report.sections.decode import drawn_steps
 from loopkv.report.theme import PNG_THEME
 
 
@@ -291,7 +292,7 @@ def test_a_repeated_row_is_replaced_by_the_later_one() -> None:
         assert dict(zip(table.columns, table.rows[0], strict=True))["step ms"] == "10"
 
 
-def test_lines_and_fits_are_of_the_commit_with_most_rows_and_the_others_are_named() -> None:
+def test_lines_and_fits_are_of_one_commit_and_the_others_are_named() -> None:
     rows = [r for r in decode_records(noise=0.0) if r.settings["arm"] == "bf16" and r.what == "decode.step_ms"]
     rows = [r.model_copy(update={"commit": "a" * 40, "hardware": "NVIDIA L40S"}) for r in rows]
     newer = rows[0].model_copy(
@@ -306,13 +307,24 @@ def test_lines_and_fits_are_of_the_commit_with_most_rows_and_the_others_are_name
     shown = tables(page)
     table = next(t for title, t in shown.items() if title.startswith("Decode at 8,192"))
     assert table.rows[0][table.columns.index("batch-1\nstep ms")] == f"{rows[0].value:.4g}"
-    counted = ("decode.step_ms", "1", "rows of other commits than most of their arm and context")
+    counted = ("decode.step_ms", "1", "rows of other commits than the one drawn for their arm and context")
     assert shown["Records without a row of their own"].rows == (counted,)
     fit = next(t for title, t in shown.items() if title.startswith("Step-time model"))
     fields = dict(zip(fit.columns, fit.rows[0], strict=True))
     # The rows of 1.29 TB/s are said to be of an L40S: 0.864 TB/s by its datasheet.
     assert (fields["t_fix ms"], fields["BW TB/s"], fields["commit"]) == ("6.84", "1.29 > 0.864", "aaaaaaa")
     assert "do not determine" in fit.note
+
+
+def test_a_newer_commit_with_a_curve_is_drawn_one_with_fewer_rows_is_not() -> None:
+    """A curve is three rows; five older ones stand aside for it."""
+    place = {"arm": "bf16", "context_tokens": 8192}
+    old = [record("decode.step_ms", 20.0, "ms", {**place, "batch": b}) for b in (1, 2, 4, 8, 16)]
+    old = [r.model_copy(update={"commit": "a" * 40}) for r in old]
+    later = {"commit": "b" * 40, "date": "2026-05-01T00:00:00+00:00"}
+    new = [r.model_copy(update=later) for r in old[:3]]
+    assert drawn_steps([*old, *new]) == (new, old)
+    assert drawn_steps([*new[:2], *old]) == (old, new[:2])
 
 
 @pytest.mark.parametrize(

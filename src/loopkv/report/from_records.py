@@ -254,7 +254,7 @@ def _other_section(records: Sequence[Record]) -> Section | None:
         rows = [(what, f"{count:,}", FOLDED_KINDS[what]) for what, count in counts.items()]
         rows += [(what, f"{count:,}", "a later Record of the same place is drawn") for what, count in older.items()]
         rows += [
-            (what, f"{count:,}", "rows of other commits than most of their arm and context")
+            (what, f"{count:,}", "rows of other commits than the one drawn for their arm and context")
             for what, count in Counter(record.what for record in other_commits).items()
         ]
         rows += [(what, f"{count:,}", "the same row or arm ran later") for what, count in later.items()]

@@ -34,7 +34,7 @@ struct ChannelShare {
   static constexpr int kMasks = kNarrow ? 2 : 8 / BITS;  // of a word of keys
   LKV_DEVICE static int first_pair(int lane) { return 2 * lane - (kNarrow ? 0 : lane % kMasks); }
   static constexpr int kSecond = kNarrow ? 1 : kMasks;  // pairs from the first to the second
-  // The largest power of two that codes carry over that of this lane's.
+  // The largest power of two that any code carries, divided by this lane's.
   LKV_DEVICE static float lift(int lane) {
     const int mask = lane % kMasks;
     return BITS == 4 ? (mask == 0 ? 16.0f : 1.0f) : static_cast<float>(64 >> (kNarrow ? 4 : 2) * mask);
@@ -55,7 +55,7 @@ struct LaneConstants {
   int weights;        // of its words of the first group's weights
   uint32_t selector;  // of its digit of two weights
   uint32_t factor, more;  // of the sums in its two columns
-  uint32_t token;     // its token as a bit of a page's hot ones
+  uint32_t token;         // its token as a bit of a page's hot ones
   int copied;         // the bit of the token whose low plane it copies first
 
   LKV_DEVICE void make(int lane_) {
@@ -85,8 +85,7 @@ struct IntegerQuery {
   int first[kBlocks];          // offset in bytes of the first pair's scales
 };
 
-// Writes the digits of the products with a page's K scales and returns the value of their unit; adds the products with
-// its zeros to `zeros`: every row gets, in column c, the sum over lanes 4 c .. 4 c + 3.
+// A query's products with a page's K scales, this lane's share of them.
 template <int D, int BITS>
 struct KeyProducts {
   using Page = HeadPage<D, BITS>;
@@ -142,13 +141,15 @@ struct KeyProducts {
   }
 };
 
+// Writes the digits of the products with a page's K scales and returns the value of their unit; adds the products with
+// its zeros to `zeros`: every row gets, in column c, the sum over lanes 4 c .. 4 c + 3.
 template <int D, int BITS>
 LKV_DEVICE float write_products(const LaneConstants<D, BITS>& at, const uint8_t* page, const IntegerQuery<D>& query,
                                 uint8_t* shared, float (&zeros)[4]) {
   KeyProducts<D, BITS> products;
   const float most = products.multiply(at.lane, page, query, zeros);
   uint32_t exponent = warp_max(float_bits(most)) >> 23;  // 2^(exponent - 126) is larger
-  exponent = exponent > 15 ? exponent : 15;
+  exponent = exponent > 31 ? exponent : 31;  // products of nothing: `up` times a lift must stay finite
   products.write_digits(at.lane, bits_float((268u - exponent) << 23), query.lift, shared + at.wide / 4);
   return bits_float((exponent - 14u) << 23) * (1.0f / kMostFactor<BITS>);
 }
@@ -191,7 +192,9 @@ LKV_DEVICE int score_tokens(const LaneConstants<D, BITS>& at, const uint8_t* pag
   score_blocks<D, BITS>(at, page, shared + at.digits, sums);
   // Even lanes have digits 0 and 1 of four tokens, odd ones digit 2: a pair of lanes joins those of one token each.
   const bool upper = at.lane & 2, odd = at.lane & 1;
-  auto join = [&](int low, int high) { return static_cast<uint32_t>(low) * at.factor + static_cast<uint32_t>(high) * at.more; };
+  auto join = [&](int low, int high) {
+    return static_cast<uint32_t>(low) * at.factor + static_cast<uint32_t>(high) * at.more;
+  };
   const uint32_t x = join(upper ? sums[1][0] : sums[0][0], upper ? sums[1][1] : sums[0][1]);
   const uint32_t y = join(upper ? sums[1][2] : sums[0][2], upper ? sums[1][3] : sums[0][3]);
   return static_cast<int>((odd ? y : x) + shfl_xor(odd ? x : y, 1));  // the sum fits, terms may wrap round

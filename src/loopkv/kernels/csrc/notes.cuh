@@ -11,7 +11,7 @@ constexpr int kNotesBytes = 640;  // of a warp
 struct WarpNotes {
   uint64_t barriers[8];  // of the stages
   int64_t addresses[8];  // where the low plane of the page in each stage lies
-  int64_t known[32];     // pages of the split being copied in: number i, i + 32, .. of them
+  int64_t known[32];     // pages of the task being copied in: number i, i + 32, .. of them
   int32_t tile, head, part, all;   // of the task in hand: its first part, all parts of its tile and head
   int32_t row, place;              // its row, and the first of its pages
   int32_t split_tasks, tasks;      // number of the first task after the splits, and of all

@@ -33,8 +33,8 @@ struct Span {
   int exact;   // exact tokens
   int chunks;  // tasks over them
   int pages;   // of the history
-  int split_pages;  // as few as make at most max_splits, but min_split_pages
-  int splits;  // tasks over them
+  int split_pages;  // fewest pages a split that give at most max_splits, and at least min_split_pages
+  int splits;  // of the history
 
   LKV_DEVICE int parts() const { return chunks + splits; }
   // Token number `index` of the exact ones.

@@ -8,7 +8,7 @@
 
 namespace loopkv {
 
-// One split of a history in coded pages, one query.
+// Reads splits of one row and head, one query, and writes a partial for each.
 template <typename Config>
 struct SingleSplit {
   static constexpr int D = Config::D, BITS = Config::BITS, STAGES = Config::STAGES, PAGES = Config::PAGES;
@@ -127,7 +127,7 @@ struct SingleSplit {
     for (int p = 0; p < PAGES; ++p) {
       const uint8_t* mine = ring.stage(stages[p]) + Page::kValueScales + at.scale;
       weight[p] = exp2_fast(s[p] - relative);
-      const float infinite = weight[p] * 1e-30f;  // is seen even where all scales are zero
+      const float infinite = weight[p] * 1e-30f;  // triggers a rebase even if every scale is zero
       most = p == 0 ? infinite : max_float(most, infinite);
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
@@ -157,7 +157,7 @@ struct SingleSplit {
     for (int p = 0; p < PAGES; ++p) weights[p].gather(at, shared(p));
   }
 
-  // Makes all weights relative to something larger: they no longer fit 23 bits. So does a split's first turn.
+  // Raises `relative`, because a weight no longer fits 23 bits; a split's first turn sets it here too.
   LKV_DEVICE void rebase(const int (&stages)[PAGES], float (&weight)[PAGES], float (&w)[PAGES][GROUPS]) {
     const float before = relative, top = PAGES == 2 ? max_float(high[0], high[PAGES - 1]) : high[0];
     float most = 0.0f;

@@ -13,7 +13,7 @@ struct TileTable {
   int count;           // tiles of this launch
   int* chunks_before;  // [count + 1] chunks but the first of each tile
   int* groups_before;  // [count + 1] groups of splits
-  int* tokens;         // [count] the first query of the tile sees; group_shift of the tile in the highest bits
+  int* tokens;         // [count] tokens that the tile's first query sees; group_shift of the tile in the highest bits
   int* rows;           // [count], mixed steps only
   int* first_query;    // [count], mixed steps only: inside the row
 };

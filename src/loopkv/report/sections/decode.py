@@ -32,6 +32,7 @@ FEW_ARMS = 5
 A_A = " (A/A)"
 """Behind the name of an arm that ran a second time."""
 _MEASURED = ("decode.step_ms", "decode.ttft_ms", "decode.prefill_tok_s")
+_CURVE_ROWS = 3
 _WHOLE_ENGINE = ("engine", "all")  # slots of bench decode that are no single row
 
 
@@ -99,14 +100,17 @@ def peaks(records: Sequence[Record]) -> list[Record]:
 
 def drawn_steps(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """The ``decode.step_ms`` rows that are drawn and those that are not: of an arm, each context's line is of one
-    commit, that of most rows. Two versions of the code are no one curve."""
+    commit, the newest with a curve (``_CURVE_ROWS`` rows), else that of most rows. Two versions of the code are no one
+    curve."""
     kept: list[Record] = []
     others: list[Record] = []
     steps = of_kind(records, "decode.step_ms")
     for group in grouped(steps, lambda r: (*decode_place(r), text(r, "arm"))).values():
-        of_one, rest = of_one_commit(group)
-        kept += of_one
-        others += rest
+        sweeps = [of for of in grouped(group, lambda r: r.commit).values() if len(of) >= _CURVE_ROWS]
+        newest = max(sweeps, key=lambda of: max(r.date or "" for r in of)) if sweeps else of_one_commit(group)[0]
+        drawn = {id(record) for record in newest}
+        kept += newest
+        others += [record for record in group if id(record) not in drawn]
     order = {id(record): number for number, record in enumerate(steps)}
     return sorted(kept, key=lambda r: order[id(r)]), sorted(others, key=lambda r: order[id(r)])
 
